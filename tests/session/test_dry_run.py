@@ -54,7 +54,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("nowhere.py", "task=nowhere.py:Own"),
     ("no such option", "task.options.nothing=1"),
     ("task arithmetic has no turns", "task.max_turns=3"),
-    ("worked answers", "task={dir}/plain.py:Plain", "sft.steps=2"),
+    ("demonstrations", "task={dir}/plain.py:Plain", "sft.steps=2"),
     ("have 10 tokens", "task={dir}/plain.py:Long", "sft.steps=1", *CONTEXT_9),
     ("cannot score", "task={dir}/plain.py:Broken"),
     ("no room for an answer", "model.config.max_position_embeddings=6", "rollout.max_tokens=2"),

@@ -1,20 +1,20 @@
-"""An open run: the verbs of the loop, and what they work with.
+"""An open run: the verbs of the loop and their components.
 
-session           the verbs of the loop
-step              a step's record, sampling parameters, dynamic sampling, metrics; preflight
-from_python       settings from a program's functions and rows
+session           the verbs of the training loop
+step              step record, sampling parameters, dynamic sampling, metrics; preflight
+from_python       settings from Python functions and examples
 open, building    checks before the start; models and data
 training_run      run directory, console, phases, memory peaks
-prompt_order      which prompts per step draws
-partial_rollouts  completions that take several steps
-supervised        supervised updates, and the training of a reward model
-examples          worked answers and pairs
+prompt_order      the order of training prompts
+partial_rollouts  completions that span several steps
+supervised        supervised updates, and reward-model training
+examples          demonstrations and preference pairs
 checkpoints       saving and resuming
 stop_signals      Ctrl-C, SIGTERM, the time limit
-watchdog          a run that hangs
-ranks             the processes of a run on several GPUs: joined, compared and ended
-nonfinite         reports of NaN
-replay            the steps after the last checkpoint, run again
+watchdog          hang detection
+ranks             joining, comparing and ending the processes of a multi-GPU run
+nonfinite         reports of NaNs
+replay            rerunning the steps after the last checkpoint
 """
 
 from jetrl.session.session import RunResult, Session

@@ -1,16 +1,15 @@
-"""The checkpoints of a run: their contents, and how a run is resumed from one.
+"""Checkpoints of a run: their contents, and resuming from them.
 
-A part of a run whose state must outlive a crash is registered by name: its `state()`, with a schema
-in `States`, goes into every checkpoint and comes back through `load_state`. Tensors go through
-`register_tensors`.
+Components whose state must survive a crash register by name: `state()`, with a schema in `States`,
+is saved in every checkpoint and restored by `load_state`. Tensors use `register_tensors`.
 
-A checkpoint is copied to CPU memory and written by another thread while training continues, at most
-one at a time. A run that is cut before its checkpoint is complete resumes from the one before, and
-makes the same bits again. Every rank calls these methods at the same points and writes the rows
-that it owns; rank 0 looks at the disk.
+A checkpoint is copied to CPU memory and written by a background thread while training continues,
+one at a time. A run that is interrupted before its checkpoint is complete resumes from the previous
+one and reproduces the same bits. Every rank calls these methods at the same points and writes its
+own rows; rank 0 inspects the disk.
 
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
-    checkpoints/sft/step_000050 after 50 updates of the warm-up (removed when it has ended), or of a
+    checkpoints/sft/step_000050 after 50 updates of the warm-up (removed at its end), or of a
                                 reward model
 """
 
@@ -46,7 +45,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Ratio = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
 Tried = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
 PassRate = Annotated[list[Tried], Field(min_length=2, max_length=2)]
-# JSON has lists instead of tuples, so a tuple is not strict; what is in it is.
+# JSON has no tuples, so the tuple itself is not strict; its elements are.
 Member = Annotated[
     tuple[RandomKey, list[Count], list[Finite], FinishReason, str, list[Step]], Field(strict=False)
 ]
@@ -54,13 +53,13 @@ WaitingGroup = Annotated[tuple[str, list[Member]], Field(strict=False)]
 
 
 class GuardState(Stored):
-    """The state of a guard against updates that are not finite (`training.guard`)."""
+    """State of a guard against non-finite updates (`training.guard`)."""
 
     in_a_row: Count
 
 
 class ClipState(Stored):
-    """The state of the calibration of clip bounds (`training.extras.calibration`)."""
+    """State of the clip calibration (`training.extras.calibration`)."""
 
     steps: Count
     low: Ratio
@@ -68,7 +67,7 @@ class ClipState(Stored):
 
 
 class MicroBatchState(Stored):
-    """The size of micro-batches in tokens, and train.tokens_per_micro_batch as it began."""
+    """Micro-batch size in tokens, and the initial train.tokens_per_micro_batch."""
 
     tokens: Positive
     setting: Positive
@@ -79,16 +78,16 @@ RolloutSizes = Annotated[list[Positive | None], Field(min_length=3, max_length=3
 
 
 class RolloutSizesState(Stored):
-    """The sizes of a rollout's work (`rollout.sizes`)."""
+    """Batch sizes of the rollout (`rollout.sizes`)."""
 
     asked: RolloutSizes
     now: Annotated[tuple[Positive, Positive, Positive | None], Field(strict=False)]
 
 
 class States(Stored):
-    """The states of a run's parts, by the name that each part registers.
+    """States of all components, by registered name.
 
-    `prompts` has the pass rates of prompts, [solved, tried] by prompt id.
+    `prompts` holds pass rates: [solved, tried] by prompt id.
     """
 
     data: Digest | None = None
@@ -103,7 +102,7 @@ class States(Stored):
 
 
 class Extra(Stored):
-    """The contents of `extra` in state.json; a supervised update has no metrics."""
+    """Contents of `extra` in state.json; supervised updates have no metrics."""
 
     states: States
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -119,12 +118,12 @@ class Extra(Stored):
 
 
 NAMES = frozenset(field.alias or name for name, field in States.model_fields.items())
-"""The names that a part may register under."""
+"""Names that components may register under."""
 _EXTRA = TypeAdapter(Extra)
 
 
 def check_extra(extra: Mapping[str, Any], where: str) -> None:
-    """Check what a run's parts kept in a checkpoint: `extra` in state.json."""
+    """Validate the component states of a checkpoint: `extra` in state.json."""
     checked(_EXTRA, extra, f"{where}: extra")
 
 
@@ -135,21 +134,21 @@ _FITS = Decision[bool]("whether a copy of the checkpoint fits in CPU memory", al
 
 
 class Stateful(Protocol):
-    """A part of a run that keeps JSON values from step to step."""
+    """A component with JSON state that persists across steps."""
 
     def state(self) -> Any:
-        """Return the values for a checkpoint."""
+        """Return the state to be saved."""
 
     def load_state(self, state: Any) -> str | None:
-        """Take over the values of a checkpoint; return what the user should know, if anything."""
+        """Restore a saved state; return a note for the user, if any."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run.
+    """Checkpoints of a run.
 
-    `good_step` is the newest step that this attempt has loaded or written, if any. The last
-    checkpoint and the export may take `ending_s`: twice the longest time that writing a checkpoint
-    took; 0 before the first one.
+    `good_step` is the newest step loaded or written in this attempt, if any. `ending_s` is the time
+    reserved for the last checkpoint and the export: twice the longest checkpoint write so far; 0
+    before the first one.
     """
 
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
@@ -158,7 +157,7 @@ class RunCheckpoints:
         self._evaluates = settings.eval.every > 0
         keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
         self._ranks = ranks = world().channel()
-        # Its own channel: the thread that writes must not mix with the collectives of the loop.
+        # A separate channel: the writer thread must not interleave with the loop's collectives.
         self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best, ranks)
         self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last, ranks=ranks)
         world().from_first("what a crash left", self._steps.put_back)
@@ -169,24 +168,25 @@ class RunCheckpoints:
         self._tensors: dict[str, Learner] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Put the state of a part into every checkpoint, under its name."""
+        """Include a component's state in every checkpoint, under its name."""
         assert name not in self._states, name
         assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
         self._states[name] = part
 
     def register_tensors(self, name: str, part: Learner) -> None:
-        """Put the tensors of a part into every checkpoint of a step, as NAME.safetensors."""
+        """Include a component's tensors in every step checkpoint, as NAME.safetensors."""
         assert name not in self._tensors, name
         self._tensors[name] = part
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step or a supervised update."""
+        """Return True if a checkpoint is due after a step or supervised update."""
         return bool(self._settings.every) and step % self._settings.every == 0
 
     def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Write the checkpoint after a step; it is complete once `wait` has returned.
+        """Write the checkpoint of a step; it is complete once `wait` returns.
 
-        `metrics` are for `keep_best`, and for a run that is cut before its line is written.
+        `metrics` are for `keep_best`, and restore the metrics line if the run is interrupted before
+        writing it.
         """
         self._save(
             self._steps,
@@ -195,18 +195,18 @@ class RunCheckpoints:
             trainer.optimizer,
             extra={"metrics": dict(metrics)},
             score=self._score(metrics),
-            parts=self._tensors,  # of a critic and a draft head, those of their rows
+            parts=self._tensors,  # for a critic or draft head, only this rank's rows
         )
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
-        """Write the checkpoint after a supervised update, as `save` does."""
+        """Write the checkpoint after a supervised update, like `save`."""
         self._save(self._supervised, update, model, optimizer, extra={})
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the number that `keep_best` compares; None for a step without one."""
+        """Return the score for `keep_best`; None if the step has none."""
         if not self._evaluates:
             return metrics.get("reward/mean")
-        # A run that evaluates compares only held-out rewards, the mean over tasks.
+        # A run with evaluation compares only eval rewards, averaged over tasks.
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
@@ -220,16 +220,16 @@ class RunCheckpoints:
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> None:
-        """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
-        self._background.wait()  # before memory is taken for the next copy
-        # States are taken now: parts change while the thread writes.
+        """Write a checkpoint, in the background if its copy fits in CPU memory."""
+        self._background.wait()  # before allocating memory for the next copy
+        # Collect states now: components change while the thread writes.
         states = {name: part.state() for name, part in self._states.items()}
         extra = {**extra, "seed": self._seed, "states": states}
         snapshot = checkpoints.snapshot(
             step, model, optimizer, extra=extra, score=score, parts=parts
         )
         available = available_bytes()
-        # The ranks of a machine copy about as many bytes each, into the same memory.
+        # Ranks on a machine copy about the same number of bytes into shared host memory.
         needed = snapshot.num_bytes * world().local_size
         fits = agree(_FITS, available is None or needed < 0.8 * available)
         if self._settings.background and not fits:
@@ -245,7 +245,7 @@ class RunCheckpoints:
             self._finish(checkpoints, snapshot)
 
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
-        """Write a snapshot to the disk."""
+        """Write a snapshot to disk."""
         began = time.monotonic()
         self._ranks.from_first("the run's lines", self._flush_lines)
         checkpoints.write(snapshot)
@@ -253,7 +253,7 @@ class RunCheckpoints:
         if self._ranks.is_first:
             with storing(self._run.checkpointed_file):
                 self._run.checkpointed_file.touch()
-        # With a checkpoint of a step the warm-up is over, and its own are not needed.
+        # Once a step has a checkpoint, the warm-up is over and its checkpoints are not needed.
         if checkpoints is self._steps:
             self.good_step = snapshot.step
             if self._ranks.is_first:
@@ -265,17 +265,17 @@ class RunCheckpoints:
                 sync(path)
 
     def check(self) -> None:
-        """Raise the error of the checkpoint in the background; without one, do not wait."""
-        # A rank that fails alone would leave the others waiting.
+        """Raise the error of the background checkpoint, if any, without waiting."""
+        # If only one rank failed, the others would keep waiting.
         if agree(_FAILED, self._background.has_failed):
             self._background.wait()
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written is complete."""
+        """Wait until the pending checkpoint is complete."""
         self._background.wait()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Wait as `wait` does, at most `limit_s`, after an error: a second error is only logged."""
+        """Like `wait`, for at most `limit_s`, after an error: a second error is only logged."""
         try:
             self._background.wait(limit_s)
         except RunStopped as failure:
@@ -283,24 +283,24 @@ class RunCheckpoints:
 
     @property
     def last_step(self) -> int | None:
-        """The newest checkpoint's step, be it good or damaged; None without a checkpoint."""
+        """Step of the newest checkpoint, intact or damaged; None if there is none."""
         steps = world().from_first("the checkpoints", self._steps.steps)
         return steps[-1] if steps else None
 
     @property
     def last_path(self) -> Path | None:
-        """The newest checkpoint's folder, be it good or damaged; None without a checkpoint."""
+        """Folder of the newest checkpoint, intact or damaged; None if there is none."""
         step = self.last_step
         return None if step is None else self._steps.path(step)
 
     @property
     def in_supervised_updates(self) -> bool:
-        """True if the run was cut in its supervised updates, after a checkpoint."""
+        """True if the run was interrupted during supervised updates, after a checkpoint."""
         steps = world().from_first("the supervised checkpoints", self._supervised.steps)
         return self.last_step is None and bool(steps)
 
     def start_over(self) -> list[str]:
-        """Forget the lines of a run without a checkpoint, which is begun from its start."""
+        """Discard the metrics of a run without a checkpoint, which restarts from scratch."""
 
         def forget() -> None:
             if self._run.had_checkpoint():
@@ -314,20 +314,20 @@ class RunCheckpoints:
         return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
-        """Resume from the last good checkpoint, drop later lines; return steps done and notes."""
+        """Resume from the last intact checkpoint, drop later metrics; return steps and notes."""
         path, loaded, notes = self._load(self._steps, trainer.policy, trainer.optimizer, "step")
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
                 owner.load_tensors(loaded.tensors[name].own(owner.shard_of))
         self.good_step = loaded.step
-        # Later checkpoints are damaged, or of a run that fell back: they go.
+        # Remove later checkpoints: they are damaged or stale.
         self._steps.tidy(loaded.step)
 
         def go_back() -> list[str]:
             lost = self._run.truncate_after(loaded.step)
             last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
             metrics = loaded.extra.get("metrics")
-            if last < loaded.step and metrics:  # the run was cut between checkpoint and line
+            if last < loaded.step and metrics:  # interrupted between checkpoint and metrics line
                 try:
                     self._run.write_step(StepStats(loaded.step, metrics))
                 except ValueError as error:
@@ -337,7 +337,7 @@ class RunCheckpoints:
         return loaded.step, notes + world().from_first("the run's lines", go_back)
 
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
-        """Resume supervised updates, as `load` does; 0 updates are done without a checkpoint."""
+        """Resume supervised updates, like `load`; returns 0 updates without a checkpoint."""
         if not self.in_supervised_updates:
             return 0, []
         _, loaded, notes = self._load(self._supervised, model, optimizer, "supervised update")
@@ -348,13 +348,13 @@ class RunCheckpoints:
     def _load(
         self, checkpoints: Checkpoints, model: Model, optimizer: Optimizer, unit: str
     ) -> tuple[Path, Loaded, list[str]]:
-        """Load weights, optimizer and states of the last good checkpoint; return it, with notes."""
+        """Load weights, optimizer and states of the last intact checkpoint."""
         began = time.monotonic()
         latest = checkpoints.latest()
         loaded = checkpoints.load(latest.path, model, optimizer)
         logger.info("%s: checked and read in %.1f s", latest.path, time.monotonic() - began)
         check_extra(loaded.extra, f"{latest.path}/state.json")
-        # What the user should know: damaged ones that were skipped, and another number of ranks.
+        # Notes for the user: skipped damaged checkpoints, a changed number of ranks.
         notes = [*latest.notes, f"resumed after {unit} {loaded.step}"]
         states = loaded.extra["states"]
         said = (part.load_state(states[key]) for key, part in self._states.items() if key in states)

@@ -1,12 +1,12 @@
-"""Kernels compiled by child processes while a model's weights are read.
+"""Kernel compilation in child processes while a model's weights are loaded.
 
-Triton and DeepGEMM compile a kernel when it is first launched, one after the other. Each child
-process that `compiled_ahead` starts launches a part of a run's kernels, with a policy of the same
-widths, few layers, a short vocabulary and random weights. The run finds the results in the
-libraries' caches on disk, and compiles what is missing itself, so no child need succeed.
+Triton and DeepGEMM compile a kernel on first launch, one after another. Each child process started
+by `compiled_ahead` launches a subset of the run's kernels, with a policy of the same widths but few
+layers, a small vocabulary and random weights. The run then finds the results in the libraries' disk
+caches and compiles anything missing itself, so children may fail.
 
-A file in Triton's cache, named by a digest of all that decides which kernels exist, says that this
-was done. It is also the lock: one process of a machine starts children, the others wait for it.
+A file in Triton's cache, named by a hash of everything that determines the kernels, records that
+this was done. It is also a lock: one process per machine starts children, others wait for it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from jetrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_LIMIT_S = 120.0  # all kernels of a run take less on one core
+_LIMIT_S = 120.0  # compiling all kernels of a run takes less, on one core
 _MOST_CHILDREN = 8
-_CHILD_BYTES = 2**30  # a CUDA context, KV pages, and what a forward of a few layers keeps
+_CHILD_BYTES = 2**30  # CUDA context, KV pages and activations of a few layers
 _VOCABULARY = 8192
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1000, 2048, 4096)
-_LENGTHS = (1, 5, 64, 300, 1200)  # of prompts, and of trained sequences
+_LENGTHS = (1, 5, 64, 300, 1200)  # lengths of prompts and of trained sequences
 _WAITING = (
     "waiting for kernels, which other processes compile side by side; later runs of this model "
     "find them in Triton's and DeepGEMM's caches"
@@ -62,7 +62,7 @@ _WAITING = (
 
 @dataclass(frozen=True)
 class Work:
-    """A run, as far as it decides which kernels are compiled."""
+    """Everything about a run that determines which kernels are compiled."""
 
     config: ModelConfig
     plan: PrecisionPlan
@@ -78,10 +78,10 @@ def compiled_ahead(
     device: str | torch.device,
     rollout: RolloutSettings | None = None,
 ) -> Iterator[None]:
-    """Compile the kernels of a model's run while the block runs, and wait for them at its end.
+    """Compile a run's kernels in the background during the block; wait for them at its end.
 
-    Does nothing on a CPU, if it was done before, or if the GPU has no memory left for a child.
-    Without the settings of a run's rollout there are no drafts, and batches have the default size.
+    Does nothing on a CPU, if already done, or if the GPU has no memory left for a child. Without
+    rollout settings, drafts are off and batches have the default size.
     """
     device = torch.device(device)
     there = device.type == "cuda" and torch.cuda.is_available()
@@ -92,11 +92,11 @@ def compiled_ahead(
     if source.adapter is not None:
         config, lora = source.adapter.shape(config), source.adapter.lora
     work = Work(config, plan, lora)
-    if rollout is not None:  # decode's kernels depend on the batch and on drafts
+    if rollout is not None:  # decode kernels depend on the batch size and on drafts
         exact, asked = plan.exact, rollout.speculation
         drafts = verified_drafts(asked, exact, device.type, rollout.oversample)
         work = replace(work, max_batch_size=rollout.max_batch_size, speculation=drafts != "off")
-    # Children share the GPU with the weights that are being read.
+    # Children share the GPU with the weights being loaded.
     index = torch.cuda.current_device() if device.index is None else device.index
     free, _ = torch.cuda.mem_get_info(index)
     with _compiled(work, f"cuda:{index}", affordable(work, free, world().size)):
@@ -104,24 +104,24 @@ def compiled_ahead(
 
 
 def affordable(work: Work, free: int, gpus: int) -> int:
-    """Return how many children have room in the free bytes of a GPU next to the run's weights."""
+    """Return how many children fit in the free GPU memory next to the run's weights."""
     config, plan, lora = work.config, work.plan, work.lora
     weights = 4 * trained_parameters(config, gpus, lora)
     weights += quantized_bytes(config, plan) + adapter_bytes(config, plan, lora)
-    # A matrix that is being read is on the GPU as it was stored, in 16 bits, and in FP32.
+    # A matrix being loaded is on the GPU twice: as stored (16 bits) and in FP32.
     read = 6 * max(map(math.prod, parameter_shapes(config).values()))
     cores = len(os.sched_getaffinity(0))
     return max(0, min(_MOST_CHILDREN, cores, (free - weights - read) // child_bytes(work)))
 
 
 def child_bytes(work: Work) -> int:
-    """Return the GPU memory that a child may take: of each weight all copies, and its gradient."""
+    """Return the GPU memory of a child: all copies of each weight, and its gradient."""
     return _CHILD_BYTES + 12 * sum(map(math.prod, parameter_shapes(_small(work).config).values()))
 
 
 @contextlib.contextmanager
 def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
-    """Have kernels compiled by at most so many children, unless the record says they were."""
+    """Compile kernels with at most N children, unless the record says that it was done."""
     children: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         try:
@@ -135,7 +135,7 @@ def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
         if first and not record.seek(0, os.SEEK_END):
             children += [_started(work, device, index, most) for index in range(most)]
         yield
-        # Wait for our children, or for those of the process that has the lock.
+        # Wait for our children, or for those of the process that holds the lock.
         until = time.monotonic() + _LIMIT_S
         with said_when_slow(_WAITING):
             while time.monotonic() < until and (
@@ -145,7 +145,7 @@ def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
         if children:
             codes = [child.poll() for child in children]
             logger.debug("kernels compiled ahead by children, which ended with %s", codes)
-            with contextlib.suppress(OSError):  # a full disk: the next run compiles again
+            with contextlib.suppress(OSError):  # disk full: the next run compiles again
                 record.write(f"{codes}\n")
                 record.flush()
 
@@ -157,11 +157,11 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _record(work: Work) -> IO[str]:
-    """Open the file that has contents once a run's kernels were compiled."""
+    """Open the record file, which is not empty once a run's kernels were compiled."""
     import triton
 
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
-    # Another source file, version or setting may give other kernels.
+    # Other sources, versions or settings may need other kernels.
     digest = hashlib.sha256(repr((work, triton.__version__, torch.__version__, settings)).encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -171,7 +171,7 @@ def _record(work: Work) -> IO[str]:
 
 
 def _locked(record: IO[str]) -> bool:
-    """Return whether no other process has kernels compiled; True on a file system without locks."""
+    """Return True if no other process is compiling; also True on file systems without locks."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -182,8 +182,8 @@ def _locked(record: IO[str]) -> bool:
 
 
 def _started(work: Work, device: str, index: int, count: int) -> subprocess.Popen[bytes]:
-    """Start one of some children."""
-    # A child is not a rank of the run, and imports from the same paths.
+    """Start one of N children."""
+    # A child is not a rank of the run; it imports from the same paths.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     library = ctypes.CDLL(None)
@@ -193,7 +193,7 @@ def _started(work: Work, device: str, index: int, count: int) -> subprocess.Pope
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # Ctrl-C is for the run
+        start_new_session=True,  # so that Ctrl-C reaches only the run
         preexec_fn=lambda: library.prctl(_END_WITH_PARENT, signal.SIGKILL),
     )
     assert child.stdin is not None
@@ -203,13 +203,13 @@ def _started(work: Work, device: str, index: int, count: int) -> subprocess.Pope
 
 
 def _child() -> None:
-    """Launch this child's share of a run's launches."""
+    """Launch this child's share of the run's kernels."""
     work, device, index, count = pickle.load(sys.stdin.buffer)
     os.nice(5)
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
-        # A child that needs more fails, instead of the run.
+        # Limit the child's memory, so that it fails instead of the run.
         share = child_bytes(work) / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     policy = small_policy(work, device)
@@ -217,13 +217,13 @@ def _child() -> None:
     for launch in launches(policy, work)[index::count]:
         try:
             launch()
-        except Exception as error:  # the run meets it as well, and says what is wrong
+        except Exception as error:  # the run hits the same error and reports it
             failed += not isinstance(error, torch.OutOfMemoryError)
     sys.exit(min(failed, 1))
 
 
 def _small(work: Work) -> Work:
-    """Return the work with as few layers as have all kinds of layers, and a short vocabulary."""
+    """Return the work with few layers (one per kind) and a small vocabulary."""
     config, plan, count = work.config, work.plan, work.config.num_layers
     kinds = [tuple(plan.linear_formats(layer, count).items()) for layer in range(count)]
     needed = 2 + sum(a != b for a, b in itertools.pairwise(kinds))
@@ -243,7 +243,7 @@ def small_policy(work: Work, device: str) -> Policy:
 
 
 def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:
-    """Return the launches of a run in parts that hardly share kernels, the longest first."""
+    """Return a run's kernel launches in groups that share few kernels, longest first."""
 
     def sample(batch: int) -> None:
         room = policy.config.max_position_embeddings - 8

@@ -1,4 +1,4 @@
-"""Evaluating a policy on prompts: mean@n, pass@k and maj@k."""
+"""Policy evaluation: mean@n, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sampl
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Sample, SamplingParams
 
-_Z = 1.959964  # the two-sided 95% quantile of the normal distribution
+_Z = 1.959964  # two-sided 95% quantile of the normal distribution
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of a policy on the prompts of a split.
+    """Evaluation results of a policy on the prompts of a split.
 
     Attributes:
-        pass_at_k: The share of prompts solved by one of k completions, for k = 1, 2, 4, ... and n,
+        pass_at_k: Fraction of prompts solved by one of k completions, for k = 1, 2, 4, ... and n,
             by the unbiased estimator of Chen et al. (arXiv 2107.03374).
-        response_length: The mean number of tokens of a completion.
-        clip_ratio: The share of completions cut off at max_tokens.
-        interval: The mean's 95% confidence interval over prompts like these (docs/tasks.md); None
-            for one prompt, or if equal partial rewards say nothing about the spread.
-        accuracy: The share of completions with a reward of at least 1.
-        by_task: The results of each task if several are mixed, by `Prompt.task`; otherwise {}.
-        maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
-            first of several) solves the prompt; {} of a task whose answers cannot be compared.
+        response_length: Mean completion length in tokens.
+        clip_ratio: Fraction of completions truncated at max_tokens.
+        interval: 95% confidence interval of the mean over similar prompts (docs/tasks.md); None
+            for one prompt, or if all partial rewards are equal.
+        accuracy: Fraction of completions with a reward of at least 1.
+        by_task: Results per task of a mixture, by `Prompt.task`; otherwise {}.
+        maj_at_k: Fraction of groups of k completions per prompt whose most frequent answer (the
+            first if tied) solves the prompt; {} if answers cannot be compared.
     """
 
     mean: float
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def margin(self) -> float | None:
-        """The distance from the mean to the farther end of `interval`."""
+        """Distance from the mean to the farther end of `interval`."""
         if self.interval is None:
             return None
         low, high = self.interval
@@ -72,9 +72,9 @@ def evaluate(
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """Sample and score `params.n` completions of each prompt."""
+    """Sample and score `params.n` completions per prompt."""
     scoring = Scoring(scorer, prompts, params.n)
-    # A failing checker ends all ranks, not one.
+    # A failing verifier ends all ranks.
     with ending_together("an evaluation"):
         completions = sample_prompts(engine, scoring, params, max_turns, progress)
         own_samples = scoring.own_samples(completions)
@@ -89,8 +89,8 @@ def evaluate(
 
 
 def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
-    """Return the results of samples that hold n completions of each prompt in turn."""
-    # Completions that no reward function judged count nowhere.
+    """Return the results of samples with n consecutive completions per prompt."""
+    # Exclude completions that no reward function scored.
     groups = [
         [s.score.reward for s in samples[start : start + n] if s.score.reward is not None]
         for start in range(0, len(samples), n)
@@ -115,7 +115,7 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
 
 
 def _interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Return the 95% interval of the mean of rewards, grouped by prompt: Wilson's, or t."""
+    """Return the 95% interval of the mean of rewards grouped by prompt (Wilson or Student's t)."""
     prompts, rewards = len(groups), np.concatenate(groups)
     if prompts < 2:
         return None
@@ -125,7 +125,7 @@ def _interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     if not np.isin(rewards, (0.0, 1.0)).all():
         half = _t_value(prompts - 1) * math.sqrt(variance)
         return (mean - half, mean + half) if variance else None
-    # Completions of one prompt are alike, so they count as fewer draws than there are.
+    # Completions of a prompt are correlated, so the effective sample size is smaller.
     spread = mean * (1 - mean)
     draws = float(prompts) if not spread else float(len(rewards))
     if variance:
@@ -137,7 +137,7 @@ def _interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
 
 
 def _t_value(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t."""
+    """Return the two-sided 95% quantile of Student's t-distribution."""
     if freedom > 1000:
         return _Z
     low, high = 0.0, 13.0  # 12.7 for 1 degree of freedom
@@ -165,11 +165,11 @@ def _numbers_of_completions(n: int) -> list[int]:
 def _majorities(
     samples: Sequence[Sample], votes: Sequence[str | None], n: int, threshold: float
 ) -> dict[int, float]:
-    """Return maj@k of samples that hold n completions of each prompt in turn, over groups of k."""
+    """Return maj@k for samples with n consecutive completions per prompt, over groups of k."""
     majorities = {}
     for k in _numbers_of_completions(n):
         solved = []
-        # Consecutive groups of k completions vote; what is left over does not.
+        # Vote in consecutive groups of k completions; drop the remainder.
         for prompt in range(0, len(samples), n):
             for start in range(prompt, prompt + n - k + 1, k):
                 given = [i for i in range(start, start + k) if votes[i] is not None]
@@ -183,7 +183,7 @@ def _majorities(
 
 
 def _pass_at_k(solved: Sequence[tuple[int, int]], k: int) -> float:
-    """Return the mean chance that one of k solves a prompt, of (solved, judged) completions."""
+    """Return mean pass@k from (solved, scored) counts per prompt."""
     counts = [(c, n, min(k, n)) for c, n in solved]
     return float(np.mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n, k in counts]))
 
@@ -202,13 +202,13 @@ def evaluate_model(
 ) -> Evaluation:
     """Evaluate a policy on the first `num_prompts` prompts of a task's split (0: all).
 
-    A completion has at most `max_turns` turns; None: the task's own limit.
+    Completions have at most `max_turns` turns; None: the task's limit.
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)
     engine = RolloutEngine(policy, max_batch_size=max_batch_size)
     result = evaluate(engine, scorer, encoded, params, threshold, turns)
-    # Majorities need answers that can be compared, which few tasks have.
+    # maj@k needs comparable answers, which few tasks have.
     votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
     if not any(vote is not None for vote in votes):
         return result

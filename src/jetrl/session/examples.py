@@ -1,4 +1,4 @@
-"""The examples of supervised updates: worked answers to imitate, and pairs to tell apart."""
+"""Examples for supervised updates: demonstrations and preference pairs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ AnyExample = TypeVar("AnyExample", Example, Pair)
 
 
 def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
-    """Return a prompt's worked answer, with its end."""
+    """Return a prompt's demonstration, including its end token."""
     answer = task.demonstration(encoded.prompt)
     if answer is None or model.tokenizer is None:
         raise UserError(
-            f"supervised training needs worked answers, and task {task.label} has none for prompt "
+            f"supervised training needs demonstrations, but task {task.label} has none for prompt "
             f"{encoded.prompt.id!r}: name the field that has them in task.options.demonstration, "
             "or give a task of your own a demonstration method"
         )
-    # An answer may have turns, with what the environment said between them.
+    # Demonstrations may have several turns, with environment replies in between.
     turns = [Turn(answer)] if isinstance(answer, str | Mapping) else list(answer)
     return _encoded(model, encoded, turns, "worked answer")
 
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
-    """Return the task's two completions of a prompt as whole sequences, each with its end."""
+    """Return the task's two completions of a prompt as full sequences with end tokens."""
     texts = task.preference(encoded.prompt)
     if texts is None or model.tokenizer is None:
         raise UserError(
@@ -43,7 +43,7 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     if not is_pair or not all(isinstance(text, str | Mapping) for text in texts):
         where = f"task {task.label}, prompt {encoded.prompt.id!r}"
         raise UserError(f"{where}: its preference is not two texts or messages")
-    # A pair shares its prompt; scores are read at the last token of each.
+    # Both sequences share the prompt; scores are read at the last token.
     examples = [_encoded(model, encoded, [Turn(text)], "completion") for text in texts]
     better, worse = ((*example.prompt, *example.completion) for example in examples)
     return better, worse
@@ -55,9 +55,9 @@ def trained_examples(
     model: Model,
     prompts: Sequence[EncodedPrompt],
 ) -> Iterator[AnyExample]:
-    """Make the example of every prompt that is trained on, and raise if one cannot be made.
+    """Build an example for every training prompt; raise if one cannot be built.
 
-    `task` is not the run's own object: it may give another example each time.
+    `task` is not the run's own object: a task may return another example each time.
     """
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:
@@ -65,7 +65,7 @@ def trained_examples(
 
 
 def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: str) -> Example:
-    """Return the tokens of a prompt's turns, checked against the model's context."""
+    """Return the tokens of a prompt and turns, checked against the model's context length."""
     where = f"prompt {encoded.prompt.id!r}"
     tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
     assert tokenizer is not None, "no turns without a tokenizer"

@@ -1,4 +1,4 @@
-"""Settings of a Python program: functions, rows and tasks get the names that settings have."""
+"""Settings of a Python program: maps functions, examples and tasks to setting values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def settings_of(
     task: str | Mapping[str, Any] | type[Task] | Task | None = None,
     **sections: Any,
 ) -> Settings:
-    """Return the settings of `jetrl.train`: a recipe's or the defaults, changed by the others.
+    """Return the settings of `jetrl.train`: a recipe or the defaults, plus the arguments.
 
-    A reward function or task at the top of another file is named by that file, and scores in worker
-    processes with the limits of [task]. Any other is called in this process, without limits.
+    A reward function or task at top level of another file is referenced by that file and runs in
+    worker processes under the limits of [task]. Any other is called in this process, without
+    limits.
 
-    `data` is task.path, of which every column reaches the rewards, functions as in tasks/rewards.py
-    or names of checkers. UserError names an argument or a setting that is unknown or wrong.
+    `data` becomes task.path; all its columns reach the rewards, which are functions
+    (tasks/rewards.py) or names of verifiers. Raises UserError for an unknown or wrong argument or
+    setting.
     """
     if not isinstance(settings, Settings | str | Path | None):
         what = f"settings: not {type(settings).__name__}"
@@ -43,11 +45,11 @@ def settings_of(
     own = _task_section(task, data, names, reward_weights)
     if names and not {"name", "path"} & own.keys() and settings is None:
         raise UserError("rewards: there is nothing to score; add data=, rows or their file")
-    # A model by its name is an override, which puts a recipe's own config aside.
+    # A model name is an override, which replaces a recipe's model.config.
     overrides = [f"model.path={model}"] if isinstance(model, str | Path) else []
     if not isinstance(model, str | Path | Mapping | None):
         raise UserError(f"model: not {type(model).__name__}; give its directory or hub name")
-    # Sections, as they are or with these settings.
+    # Sections given as arguments, merged with these settings.
     tables = {"model": model, "data": data}
     given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
     if own:
@@ -58,8 +60,8 @@ def settings_of(
 def _task_section(
     task: Any, data: Any, names: list[str], weights: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the section [task] of a task, rows and the names of reward functions."""
-    # The task: its section, its name, or an object that gets a name.
+    """Return the [task] section for a task, examples and reward functions."""
+    # `task` may be a section, a name, or an object, which gets a name.
     own: dict[str, Any] = {}
     if isinstance(task, Mapping):
         own = dict(task)
@@ -69,16 +71,16 @@ def _task_section(
         own = {"name": name_of(task)}
     elif task is not None:
         raise UserError(f"task: {task!r:.60} is no Task; give its name, class or instance")
-    # Rows are a dataset, unless the task says otherwise.
+    # Examples use the task `dataset`, unless another is given.
     if data is not None and not isinstance(data, Mapping):
         own = {"name": "dataset", "path": _path(data), **own}
-    # Reward functions are its checkers; several, or weights, make a list.
+    # Reward functions become its checkers; several, or weights, become a list.
     options = own.get("options", {})
     if (names or weights is not None) and isinstance(options, Mapping):
         checker = names[0] if len(names) == 1 and weights is None else names
         factors = {} if weights is None else {"weights": weights}
         own["options"] = {"checker": checker, **factors, **options}
-    # Workers are other processes: they have only what a file can give them.
+    # Worker processes can only import what is in a file.
     live = [name for name in (str(own.get("name")), *names) if name.startswith(PREFIX)]
     if live:
         own.setdefault("workers", 0)
@@ -89,7 +91,7 @@ def _task_section(
 
 
 def _path(data: Any) -> str:
-    """Return rows as task.path: their path, or the name of rows in memory."""
+    """Return task.path for examples: their path, or the name of an in-memory dataset."""
     if isinstance(data, str | Path):
         return str(data)
     try:
@@ -100,7 +102,7 @@ def _path(data: Any) -> str:
         if not isinstance(row, Mapping):
             hint = "" if isinstance(data, list) else " (of a DataFrame: df.to_dict('records'))"
             raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns{hint}")
-    # Of NumPy, as in pandas' records, numbers and lists become Python's.
+    # Convert NumPy values, as in pandas records, to Python numbers and lists.
     plain = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in r.items()} for r in rows]
     return name_of(plain, "data")
 
@@ -111,7 +113,7 @@ def _names(rewards: Any) -> list[str]:
         if not callable(reward) and not isinstance(reward, str):
             what = f"rewards: {reward!r:.60} is no function"
             raise UserError(f"{what}; a reward model is reward={{'model_path': ..., 'model': 1.0}}")
-    # Functions of one name are told apart by their place.
+    # Functions with the same name are numbered.
     labels = [getattr(reward, "__name__", type(reward).__name__) for reward in given]
     return [
         reward

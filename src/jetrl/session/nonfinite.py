@@ -1,7 +1,7 @@
-"""The reports of updates and samples that are not finite.
+"""Reports of non-finite updates and samples.
 
-They are repeated once under observation, which names the first operation. The rollouts of the step
-are kept for `jetrl replay`. Guards decide whether the run continues (training/guard.py).
+A non-finite update is repeated once under `watch`, which names the first faulty operation. The
+step's rollouts are kept for `jetrl replay`. Guards decide if the run continues (training/guard.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)
 
-REPLAY = "replay-"  # begins the name of a copy of a run in which it is run again
+REPLAY = "replay-"  # name prefix of the copy of a run used for a replay
 _NOT_AGAIN = (
     "and it was not met again when it was repeated at once: an operation whose results vary, a "
     "fault of the device, or a loss of your own (algorithm.name)"
@@ -34,7 +34,7 @@ _NOT_AGAIN = (
 
 
 class NonFiniteReports:
-    """The guards of a run, and the reports of the updates that the guards refuse."""
+    """Guards of a run, and the reports of the updates that they skip."""
 
     def __init__(self, run: TrainingRun, policy: Policy) -> None:
         self._policy, self._run = policy, run
@@ -42,59 +42,59 @@ class NonFiniteReports:
         self.guard = Guard(action)
         self.sft_guard = Guard(action, "sft.lr")
         self.critic_guard = Guard(action, LR)
-        # How often updates were skipped in a row outlives a cut.
+        # The count of consecutive skipped updates is checkpointed.
         for name in ("guard", "sft_guard", "critic_guard"):
             run.checkpoints.register(name, getattr(self, name))
 
     def expect_updates(self, step: int, samples: Sequence[Sample] = ()) -> None:
-        """Say which step the next updates belong to; a supervised update has no samples."""
+        """Set the step that the next updates belong to; supervised updates have no samples."""
         for guard in (self.guard, self.sft_guard, self.critic_guard):
             guard.report = partial(self._report_update, step, samples)
 
     @contextlib.contextmanager
     def sampling(self, step: int) -> Iterator[None]:
-        """Draw completions of a step in the body of the `with`."""
+        """Turn non-finite logits in this context into an error that names the operation."""
         try:
             yield
         except NonFiniteLogits as error:
-            # The last token once more, so that the logits after it are computed as well.
+            # Append the last token again, so that the logits after it are computed too.
             tokens = [*error.token_ids, error.token_ids[-1]]
 
             def forward() -> None:
                 with torch.no_grad():
                     self._policy.logprobs([tokens[: self._policy.config.max_position_embeddings]])
 
-            # The sampler has no names of operations; the trainer's forward of the same tokens has.
+            # The sampler does not name operations; the trainer's forward of the same tokens does.
             first = self._first_nonfinite(forward, self._policy)
             raise NonFiniteError(f"{error}. {self._where(step, first)}") from None
 
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
-        """Keep the rollouts of a refused update; return a sentence about it."""
-        # All ranks repeat the update; the first that finds an operation names it.
+        """Keep the rollouts of a skipped update; return a sentence about it."""
+        # All ranks repeat the update; the first one that finds an operation names it.
         first = agree(FIRST_NONFINITE, self._first_nonfinite(refused.repeat, refused.model))
         where = self._where(step, first, refused.index)
         try:
             if samples:
                 self._run.directory.write_rollouts(step, samples)
-        except StorageError as failure:  # the NaN is what has to be said first
+        except StorageError as failure:  # the NaN is the more important message
             where += f". The step's rollouts could not be kept: {failure}"
         return where
 
     def _first_nonfinite(self, repeat: Callable[[], object], model: Model) -> str:
-        """Repeat work that was not finite, watched; return the first such value in words, or ""."""
+        """Repeat non-finite work under `watch`; describe the first such value, or return ""."""
         self._run.phases.beat()
         operations = None
         try:
             with watch(model) as operations:
                 repeat()
         except Exception as error:
-            if not is_out_of_memory(error):  # watching takes memory that the update did not need
+            if not is_out_of_memory(error):  # `watch` needs extra memory
                 raise
             logger.warning("not enough memory to watch every operation again: %s", error)
         return operations.first if operations is not None else ""
 
     def _where(self, step: int, first: str, update: int = 0) -> str:
-        """Return in words in which step and operation the first such value was met."""
+        """Return the step and operation of the first non-finite value, as text."""
         found = f"the first such value is the {first}" if first else _NOT_AGAIN
         path = self._run.directory.path
         again = "" if path.name.startswith(REPLAY) else f". To run it again: `jetrl replay {path}`"

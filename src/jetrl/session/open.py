@@ -1,4 +1,4 @@
-"""Opening a run: mistakes are found here, before a run directory exists."""
+"""Opening a run: problems are found here, before a run directory exists."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
-WARNING = "warning: "  # how a note begins that is a warning
+WARNING = "warning: "  # prefix of notes that are warnings
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
 # SmolLM2-135M on one H100: training_s of benchmarks/results/h100/train_smollm2.json.
 _SLOWER_TO = 200_000_000  # parameters
@@ -64,10 +64,10 @@ _TIMES_BF16 = 1.58
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run is checked for; `elsewhere`: Hopper GPUs of another machine.
+    """The device that a run is checked for.
 
-    `free` bytes are there before anything is loaded (None: unknown). The run has `cards` GPUs
-    (None: one per process).
+    `elsewhere`: GPUs of another machine. `free`: bytes available before anything is loaded (None:
+    unknown). `cards`: number of GPUs (None: one per process).
     """
 
     device: str
@@ -77,14 +77,14 @@ class Machine:
 
     @staticmethod
     def here(settings: Settings) -> Machine:
-        """Return the device of run.device on this machine."""
+        """Return this machine's device for run.device."""
         device = choose_device(settings.run.device)
         return Machine(device, free_bytes(device))
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The model and data of a training of any kind; `loading` says in words how long it took.
+    """Model and data of any kind of training; `loading` describes the loading time.
 
     The model has no weights until they are loaded. Prompts are in the order of their split.
     """
@@ -99,7 +99,7 @@ class TrainingContext:
 
 @dataclass(frozen=True)
 class RewardContext(TrainingContext):
-    """The model and data of a reward model's training."""
+    """Model and data of reward-model training."""
 
     model: ScalarModel
     held_out: list[Pair]
@@ -107,7 +107,7 @@ class RewardContext(TrainingContext):
 
 @dataclass(frozen=True)
 class CheckedRun(TrainingContext):
-    """A run of RL that only its weights can still refuse; loop.epochs has become loop.steps."""
+    """An RL run that passed all checks except loading weights; loop.epochs is now loop.steps."""
 
     settings: Settings
     model: Policy
@@ -119,7 +119,7 @@ class CheckedRun(TrainingContext):
 
 @dataclass(frozen=True)
 class RunContext(CheckedRun):
-    """The models and data of a run of reinforcement learning."""
+    """Models and data of an RL run."""
 
     engine: RolloutEngine
     reward: Reward | None
@@ -131,7 +131,7 @@ class RunContext(CheckedRun):
         return self.model
 
     def free_kv_pages(self) -> None:
-        """Give back the KV pages, which took all free memory of a GPU: other models need it now."""
+        """Free the KV pages, which take all free GPU memory, for other models."""
         if self.policy.device.type == "cuda":
             self.engine.free_cache()
 
@@ -142,27 +142,27 @@ def check_run(
     resume: bool | None = None,
     machine: Machine | None = None,
 ) -> CheckedRun:
-    """Refuse whatever a run can be refused for without its weights.
+    """Run all checks of a run that need no weights; raise UserError for a problem.
 
-    A start, `--preflight` and `--dry-run` call this function first, so that they say the same.
-    Without `resume` the run has no directory; the default machine is this one.
+    Shared by a start, `--preflight` and `--dry-run`, so that they report the same. If `resume` is
+    None, the run has no directory; the default machine is this one.
     """
     machine = machine or Machine.here(settings)
     device, free, cards = machine.device, machine.free, machine.cards
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-    # Cheap refusals first: the place, the trackers, a file of the user.
+    # Cheap checks first: directory, trackers, user files.
     _check_place(settings, plan, resume, cards)
     check_trackers(settings.trackers.names)
-    # A user's file runs; the record of its algorithm is known from here on.
+    # Import the user's file; the record of its algorithm is known from here on.
     objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
     unfit = list(settings.algorithm_problems(objective.algorithm))
     if unfit and settings.algorithm.from_file and settings.loop.steps:
         raise UserError("; ".join(unfit))
     notes = check_correction(settings.algorithm, plan)
     config, others = model_config(settings), OtherModels.of(settings)
-    # Planned with the shortest possible prompts: what does not fit now fits with no prompts.
+    # Plan memory with the shortest prompts: a lower bound that fails early.
     check_fits(settings, config, others, Workload.of(settings, config, 1), device, free, cards)
-    # Kernels exist for some widths and plans only.
+    # Kernels support only some widths and plans.
     check_device(config, plan, torch.device(device), machine.elsewhere)
     rollout, task_settings = settings.rollout, settings.task
     if device.startswith("cuda"):
@@ -176,16 +176,16 @@ def check_run(
     settings, epoch = with_steps(settings, prompts, task.weights)
     updates = settings.loop.steps * settings.train.updates_per_step
     notes += [epoch, *_short_warm_ups(settings, sft=settings.sft.steps, train=updates)]
-    # Another task object is asked, since a task may give another answer each time.
+    # Use another task object, since a task may answer differently each time.
     if settings.sft.steps:
         for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
-            pass  # a prompt without a worked answer is an error
+            pass  # a prompt without a demonstration is an error
     eval_prompts = []
     if settings.eval.every or settings.sft.until is not None:
         split, limit = task_settings.eval_split, settings.eval.prompts
         eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
     notes += _overlap(task, prompts, eval_prompts)
-    # Evaluation prompts are read by only the policy; other models read the training prompts.
+    # Only the policy reads eval prompts; other models read the training prompts.
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
@@ -197,7 +197,7 @@ def check_run(
             f"int8 took {_TIMES_BF16} times as long as bf16 rounded to nearest"
         )
     room = config.max_position_embeddings - longest
-    # A cache of a given size has to fit, and to hold the longest sequence.
+    # A KV cache of a given size must fit, and must hold the longest sequence.
     if rollout.num_pages is not None:
         if free is not None:
             page_bytes = PagedCache.page_bytes(config, plan, rollout.page_size)
@@ -219,13 +219,13 @@ def check_run(
             "more than once"
         )
 
-    # What is built from all that later: tried here, before anything slow.
+    # Build now what is needed later, before anything slow.
     PromptOrder(settings, prompts, task.weights)
     PartialRollouts(settings, policy, prompts, max_turns, objective.dynamic_sampling, cards)
     read_reference(settings, policy)
     value_model(settings, policy)
     build_reward(settings, policy, memory.tokens)
-    # The scoring processes start last; the stack ends them.
+    # Start scoring processes last; the stack closes them.
     scorer = Scorer.from_settings(task_settings, settings.rollout.samples_per_prompt)
     stack.enter_context(scorer)
     return CheckedRun(
@@ -246,7 +246,7 @@ def check_run(
 def check_pairs(
     settings: Settings, resume: bool | None = None, machine: Machine | None = None
 ) -> RewardContext:
-    """Refuse whatever the training of a reward model can be refused for without its weights."""
+    """Run all checks of reward-model training that need no weights."""
     machine = machine or Machine.here(settings)
     plan, task_settings = PrecisionPlan.from_settings(settings.precision), settings.task
     _check_place(settings, plan, resume, machine.cards)
@@ -263,9 +263,9 @@ def check_pairs(
             cards=machine.cards,
         )
 
-    planned(1)  # what does not fit now fits with no pairs
+    planned(1)  # lower bound: without pairs
     check_device(config, plan, torch.device(machine.device), machine.elsewhere)
-    # Every pair is read now, so that a missing or long one is named before the weights are loaded.
+    # Read every pair now, so that problems are reported before weights are loaded.
     task, system_prompt = build_task(task_settings), task_settings.system_prompt
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
     prompts = encode_prompts(model, task, task_settings.split, system_prompt=system_prompt)
@@ -285,14 +285,14 @@ def check_pairs(
 def _overlap(
     task: Task, prompts: Sequence[EncodedPrompt], eval_prompts: Sequence[EncodedPrompt]
 ) -> list[str]:
-    """Return a warning if the evaluation has prompts that are also trained on."""
+    """Return a warning if eval prompts are also training prompts."""
     trained, held_out = ([e.prompt for e in some] for some in (prompts, eval_prompts))
     problem = trained_on(task, trained, held_out)
     return [WARNING + problem] if problem else []
 
 
 def _short_warm_ups(settings: Settings, **updates: int) -> list[str]:
-    """Return notes about sections whose learning rate still rises at the last of their updates."""
+    """Return notes about sections whose warm-up does not end before the last update."""
     return [
         f"{name}.warmup_steps is above its {count} updates: the rate never reaches {name}.lr"
         for name, count in updates.items()
@@ -316,7 +316,7 @@ def _check_place(
         if resume and Checkpoints(run / "checkpoints").steps():
             check_kept(settings, run / "reference")
 
-    # Rank 0 looks; all ranks raise what it finds.
+    # Rank 0 checks; all ranks raise its error.
     world().from_first("the run's directory", check)
 
 
@@ -331,7 +331,7 @@ def open_context(
     with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, checked.task.alphabet)
         proof_s = require_exact(policy)
-        # The reward model's forward takes the tokens that the plan has room for.
+        # The reward model's forward takes as many tokens as the plan allows.
         reward = build_reward(settings, policy, checked.memory.tokens)
     loading = f"models loaded in {time.monotonic() - began - (proof_s or 0.0):.1f} s"
     if proof_s is not None:
@@ -356,7 +356,7 @@ def open_context(
 
 
 def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
-    """Check the training of a reward model, then load its model."""
+    """Check reward-model training, then load its model."""
     checked = check_pairs(settings, resume)
     began = time.monotonic()
     with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
@@ -368,7 +368,7 @@ def open_reward_context(settings: Settings, resume: bool | None = None) -> Rewar
 def _check_contexts(
     settings: Settings, config: ModelConfig, others: OtherModels, longest_prompt: int
 ) -> None:
-    """Check that every model next to the policy can read whole sequences."""
+    """Check that every model can read full sequences."""
     max_tokens = settings.rollout.max_tokens
     needed = min(config.max_position_embeddings, longest_prompt + max_tokens)
     for key, path, other in (

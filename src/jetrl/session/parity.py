@@ -1,7 +1,8 @@
-"""The comparison of the policy that samples with the policy that trains, bit by bit.
+"""Bit-for-bit comparison of the sampling and the training policy.
 
 `measure` compares log-probs token by token; `locate` names the first operation that differs.
-`self_check` tests the properties that agreement rests on, `check_policy` a run's own shapes.
+`self_check` tests the properties that bitwise consistency rests on, `check_policy` a run's own
+shapes.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from jetrl.settings.presets import PRESETS
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 
-_TOKENS_AT_ONCE = 2**16  # of a forward of the trainer
+_TOKENS_AT_ONCE = 2**16  # tokens per trainer forward
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The mismatch of sampled tokens: `different` ones have other bits in float32 log-probs.
+    """Mismatch over sampled tokens; `different` counts tokens whose float32 log-prob bits differ.
 
     `k3_kl` is the K3 estimate of the KL divergence, in nats. `first_different` is the first
     sequence that differs, as (prompt ids, completion ids).
@@ -78,9 +79,9 @@ def measure(
 ) -> ParityResult:
     """Sample completions, and compare their log-probs with the trainer's in other batches.
 
-    Without `prompts` (token ids), random ones of mixed lengths are sampled. A completion has
-    `max_tokens`: the end of sequence is ignored. With `gradients` the trainer runs the kernels of a
-    training step.
+    Without `prompts` (token ids), random ones of mixed lengths are used. Completions have exactly
+    `max_tokens`: end-of-sequence tokens are ignored. With `gradients`, the trainer runs the kernels
+    of a training step.
     """
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
@@ -106,9 +107,10 @@ def measure(
 
 
 def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
-    """Refuse a correction of a mismatch that an exact plan does not have.
+    """Reject a mismatch correction if an exact plan has no mismatch.
 
-    Returns a warning if sampler and trainer differ by more than rounding, without a correction.
+    Returns a warning if sampler and trainer differ by more than rounding and there is no
+    correction.
     """
     correction = algorithm.correction
     if correction == "none":
@@ -127,7 +129,7 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
 
 
 def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """Return prompts of random tokens, from 1 to half of the context that completions leave."""
+    """Return random-token prompts of 1 token to half of the context left by completions."""
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
     lengths = generator.integers(1, min(room, 256), size=count)
@@ -140,7 +142,7 @@ def _trainer_logprobs(
     temperature: float,
     gradients: bool,
 ) -> list[np.ndarray]:
-    """Return the trainer's log-probs of each completion, float32, by forwards of bounded size."""
+    """Return the trainer's float32 log-probs of each completion, in forwards of bounded size."""
     whole: list[np.ndarray] = []
     batch: list[list[int]] = []
     for index, (prompt, answer) in enumerate(pairs):
@@ -179,18 +181,18 @@ def locate(
 ) -> Location | None:
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
-    The sampler's way is prefill, then decode token by token, by the engine's own classes. None: no
-    operation differs, so the difference depended on the batch. A temperature of 0 is greedy, with
-    the log-probs of 1.
+    The sampler runs prefill, then decodes token by token with the engine's classes. Returns None if
+    no operation differs: the mismatch then depends on the batch. A temperature of 0 is greedy, with
+    log-probs at temperature 1.
     """
     tokens = torch.tensor([*prompt, *completion], device=policy.device)
     targets = torch.arange(len(prompt), len(tokens), device=policy.device)
     ends = torch.tensor([0, len(tokens)], device=policy.device)
-    # With gradients other kernels run: those of a training step.
+    # With gradients, the kernels of a training step run.
     with _recorded(policy) as made, torch.enable_grad():
         policy.train_logprobs(tokens, ends, targets)
     trainer = {name: torch.cat(values) for name, values in made.items()}
-    # The sampler draws tokens of its own: the trainer's log-probs of these are compared.
+    # Compare the log-probs of the tokens that the sampler drew.
     with _recorded(policy) as made:
         drawn, logprobs = _replay(policy, prompt, completion, temperature)
     rollout = {name: torch.cat(values) for name, values in made.items()}
@@ -198,7 +200,8 @@ def locate(
     trainer["log-probs"], rollout["log-probs"] = expected[:, None], logprobs[:, None]
     for name, ours in trainer.items():
         theirs = rollout[name]
-        # The sampler's last layer gives only a prompt's last token, as lm_head does for both.
+        # The sampler's last layer outputs only a prompt's last token, as does lm_head on both
+        # sides.
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
         ours = ours[first:] if len(ours) == len(tokens) else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
@@ -214,14 +217,14 @@ def locate(
 def located(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> str:
-    """Return in words which operation differs first; the completion has at least one token."""
+    """Describe the first operation that differs; the completion has at least one token."""
     alone = "no operation differs when the sequence runs by itself: it depends on the batch"
     return str(locate(policy, prompt, completion, temperature) or alone)
 
 
 @contextlib.contextmanager
 def _recorded(policy: Policy) -> Iterator[dict[str, list[Tensor]]]:
-    """Keep every output of the decoder within the context, by the operation's name."""
+    """Record every decoder output within the context, by operation name."""
     made: dict[str, list[Tensor]] = defaultdict(list)
     try:
         policy.decoder.trace = lambda name, value: made[name].append(value.detach().clone())
@@ -233,8 +236,8 @@ def _recorded(policy: Policy) -> Iterator[dict[str, list[Tensor]]]:
 def _replay(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Run the sampler's forwards of a sequence whose tokens are given."""
-    # The cache has the pages of only this sequence, and the scheduler runs nothing else.
+    """Run the sampler's forwards on a sequence with given tokens."""
+    # The cache holds only this sequence; the scheduler runs nothing else.
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
     sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)), params=params)
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
@@ -248,7 +251,7 @@ def _replay(
         step = scheduler.schedule()
         assert step is not None, "a single sequence waits for nothing"
         if step.decodes:
-            decode.begin()  # what it drew is not what comes next
+            decode.begin()  # the sampled token is replaced below
             ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
         else:
             logits = prefill.forward(step, scheduler.sequences)
@@ -257,11 +260,11 @@ def _replay(
         logprobs += values
         scheduler.complete(step, [([token], values)])
     device = policy.device
-    tokens = torch.tensor(drawn, device=device).clamp(min=0)  # below 0: logits that are not finite
+    tokens = torch.tensor(drawn, device=device).clamp(min=0)  # negative if logits were not finite
     return tokens, torch.tensor(logprobs, device=device)
 
 
-# Rows of a batch that are computed by themselves and must have the bits of the whole batch.
+# Slices of a batch whose results must equal those of the whole batch bit for bit.
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
 _ROWS = 1000
 _SILENT_S = 5.0
@@ -273,7 +276,7 @@ _COMPILING = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of testing one property that exactness rests on."""
+    """Result of testing one property that bitwise consistency rests on."""
 
     operation: str
     ok: bool
@@ -281,14 +284,14 @@ class Check:
 
 
 def failures(checks: Sequence[Check]) -> list[str]:
-    """Return the checks that failed, in words."""
+    """Return the failed checks as text."""
     return [f"{check.operation}: {check.detail}" for check in checks if not check.ok]
 
 
 def require_exact(policy: Policy) -> float | None:
-    """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
+    """Verify an exact plan's promise on this GPU before a run relies on it (`check_policy`).
 
-    Returns the seconds that it took; None on the CPU, and if the plan promises nothing.
+    Returns the duration in seconds; None on the CPU or if the plan is not exact.
     """
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
@@ -306,7 +309,7 @@ def require_exact(policy: Policy) -> float | None:
 
 @contextlib.contextmanager
 def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
-    """Print on stderr, after a while and by the first rank, what is waited for on a GPU."""
+    """After a while, print on stderr what the run waits for; on a GPU, rank 0 only."""
     timer = threading.Timer(_SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if world().is_first:
@@ -319,16 +322,17 @@ def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> list[Check]:
-    """Test an exact plan's promise on a policy's first two layers, or as many as have all kinds.
+    """Verify an exact plan's promise on the first two layers of a policy, with its own weights.
 
-    Every linear has to give a row the same bits at any number of rows, and sampled tokens (short
-    and long contexts, large and small batches) the log-probs of a training step's forward.
+    Every linear layer must give a row the same bits at any number of rows, and sampled tokens
+    (short and long contexts, large and small batches) must have the log-probs of a training
+    forward.
     """
     kinds = policy.config.layers_of_all_kinds
     small = policy.first_layers(min(max(2, kinds), policy.config.num_layers))
     linears = [m for m in small.decoder.layers[:kinds].modules() if isinstance(m, Linear)]
     checks = [_rows_check(linear, policy.device) for linear in [*linears, small.decoder.lm_head]]
-    # Lengths at both sides of a page's end, and batches that are full and nearly empty.
+    # Lengths around a page boundary; full and nearly empty batches.
     generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
     room = policy.config.max_position_embeddings - 24
     lengths = [n for n in (1, 5, 63, 64, 65, 130, 300, 2100) if n < room]
@@ -366,7 +370,7 @@ def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
 
 
 def self_check(device: str | torch.device = "cpu") -> list[Check]:
-    """Test that a row's bits do not depend on the batch, and that sampler and trainer agree."""
+    """Test that a row's bits are batch-invariant, and that sampler and trainer agree."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

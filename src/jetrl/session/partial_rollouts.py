@@ -1,15 +1,15 @@
-"""Partial rollouts (rollout.oversample): completions that take more than one step.
+"""Partial rollouts (rollout.oversample): completions that span several steps.
 
-A step samples more prompts than it trains on, until enough are complete, and trains on the oldest
-complete ones; the others continue in the next step. Their number stays what the first step made it.
-If a resumed run has another rollout.oversample, its first step draws more to fill up, or fewer.
+A step samples more prompts than it trains on until enough are complete, and trains on the oldest
+complete ones; the others continue in the next step. Their number is set by the first step. If a
+resumed run changes rollout.oversample, its first step draws more or fewer prompts.
 
-`Completion.versions` says which policy drew which token. The tokens of the current policy are
-exactly the trainer's, and checked; the others keep the log-probs that they were drawn with.
+`Completion.versions` records the policy version of each token. Tokens of the current policy are
+compared with the trainer bit for bit; older tokens keep the log-probs they were sampled with.
 
-Each rank samples until its own part is complete, and continues what waited with it. So cut-offs do
-not depend on speed, and a run has the same bits on the same number of ranks. Every rank knows all
-waiting groups; a resumed run deals them out to its ranks.
+Each rank samples until its own share is complete, and continues its own waiting groups. So
+truncation points do not depend on speed, and a run is reproducible on the same number of ranks.
+Every rank knows all waiting groups; a resumed run redistributes them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its completions, which may be cut off or not begun."""
+    """A prompt and its completions, which may be unfinished or not begun."""
 
     prompt: EncodedPrompt
     members: tuple[Unfinished, ...]
 
     @property
     def complete(self) -> bool:
-        """True if every completion has come to its end."""
+        """True if every completion is finished."""
         return all(_is_complete(member) for member in self.members)
 
     def dated(self, version: int) -> Group:
-        """Return this group; its complete completions say by which version they were drawn."""
+        """Return this group with policy versions in its complete completions."""
 
         def of_version(c: Completion) -> Completion:
             return replace(c, versions=c.versions or (version,) * len(c.token_ids))
@@ -64,9 +64,9 @@ class Group:
 
 
 class PartialRollouts:
-    """The groups that wait between two steps to be continued; the policy's plan must be exact.
+    """Groups that wait to be continued in the next step; the plan must be exact.
 
-    `on`: rollout.oversample is set, or groups still wait from a time when it was set.
+    `on`: rollout.oversample is set, or groups from an earlier setting still wait.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PartialRollouts:
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         ranks = ranks or world().size
         self._waiting: list[list[Group]] = [[] for _ in range(ranks)]
-        # Settings that do not go with it are refused only when completions really wait.
+        # Incompatible settings are rejected only if completions actually wait.
         self._problem = _problem(policy, prompts, max_turns, dynamic_sampling)
         self.on = self._share > 0
         if self.on and self._problem:
@@ -98,17 +98,17 @@ class PartialRollouts:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of completions that are continued in the next step."""
+        """Number of completions to be continued in the next step."""
         return sum(not _is_complete(m) for own in self._waiting for g in own for m in g.members)
 
     def start_step(self) -> int:
-        """Return how many prompts the step draws on top; negative if too many groups wait."""
+        """Return how many extra prompts the step draws; negative if too many groups wait."""
         self.on = self._share > 0 or any(self._waiting)
         return sum(self._lacking()) - self._prompts_per_step
 
     def _lacking(self) -> list[int]:
-        """Return how many groups each rank begins, so that enough wait after the step."""
-        # Each rank has its part of the prompts to train on and of those that wait.
+        """Return how many groups each rank starts, so that enough wait after the step."""
+        # Each rank has its share of the prompts to train on and of the waiting ones.
         trained, size = self._prompts_per_step, world().size
         totals = trained, math.ceil(self._share * trained)
         return [
@@ -117,8 +117,8 @@ class PartialRollouts:
         ]
 
     def _dealt(self, num_prompts: int) -> list[int]:
-        """Return the numbers of the prompts that this rank begins, of those that the step draws."""
-        # Prompts are dealt in turn to the ranks that still lack groups.
+        """Return the indices of the step's prompts that this rank starts."""
+        # Assign prompts round-robin to the ranks that still need groups.
         lacking, own, rank = self._lacking(), [], 0
         for number in range(num_prompts):
             while not lacking[rank]:
@@ -137,19 +137,20 @@ class PartialRollouts:
         version: int,
         progress: ProgressCallback,
     ) -> list[Group]:
-        """Continue waiting groups, then new ones, until enough are complete; return this rank's."""
+        """Continue waiting groups, then new ones, until enough of this rank's are complete."""
         ranks = world()
         waiting = self._waiting[ranks.rank]
-        # Only members without an end are continued; whole groups keep their order.
+        # Continue only unfinished completions; groups keep their order.
         resume = [[m for m in group.members if not _is_complete(m)] for group in waiting]
         resume = [members for members in resume if members]
-        # Sampling ends once so many groups of this rank are complete.
+        # Stop sampling once this many groups of this rank are complete.
         quota = len(ranks.share(range(self._prompts_per_step)))
         enough = quota - sum(group.complete for group in waiting)
-        # Keys are made for the whole list, so that no token depends on the number of ranks.
+        # Random keys are derived for the full list, so that tokens do not depend on the number of
+        # ranks.
         keys = sequence_keys([prompt.token_ids for prompt in prompts], params.n)
         own = self._dealt(len(prompts))
-        # All prompts have the same stop strings.
+        # All prompts share their stop strings.
         earlier = [group.prompt for of_rank in self._waiting for group in of_rank]
         any_prompt = [*prompts, *earlier][0]
         stop = tuple(dict.fromkeys((*params.stop, *any_prompt.stop)))
@@ -157,7 +158,7 @@ class PartialRollouts:
         options = GenerateOptions(partial=partial, keys=[keys[number] for number in own])
         tokens = [list(prompts[number].token_ids) for number in own]
         completions = engine.generate(tokens, replace(params, stop=stop), progress, options=options)
-        # Completions that were cut off keep their tokens and continue in the next step.
+        # Unfinished completions keep their tokens and continue in the next step.
         cut_off, drawn = engine.unfinished, enumerate(completions)
 
         def continued(member: Unfinished) -> Unfinished:
@@ -166,7 +167,7 @@ class PartialRollouts:
             index, completion = next(drawn)
             return cut_off.get(index) or replace(member, key=0, completion=completion)
 
-        # The engine's completions come in order: those that were continued, then the new ones.
+        # The engine returns continued completions first, then new ones.
         begun = Completion((), (), "cancelled")
         groups = [*waiting]
         for prompt in (prompts[number] for number in own):
@@ -176,14 +177,14 @@ class PartialRollouts:
     def choose(
         self, groups: Sequence[Group], version: int
     ) -> tuple[list[EncodedPrompt], list[Completion]]:
-        """Take the oldest complete groups to train on, and let the others wait.
+        """Select the oldest complete groups to train on; the others wait.
 
         Returns the step's prompts of all ranks, and the completions of this rank's share.
         """
         ranks = world()
         quota = len(ranks.share(range(self._prompts_per_step)))
         chosen = [group for group in groups if group.complete][:quota]
-        # The others wait; every rank learns all waiting groups, for the checkpoint.
+        # The others wait; all ranks gather all waiting groups, for the checkpoint.
         chosen_ids = {id(group) for group in chosen}
         left = [group.dated(version) for group in groups if id(group) not in chosen_ids]
         states = ranks.gather("waiting groups", [group.state() for group in left])
@@ -197,13 +198,13 @@ class PartialRollouts:
         return [group.state() for group in _in_turn(self._waiting)]
 
     def load_state(self, state: Any) -> None:
-        """Take over the waiting groups of a checkpoint."""
+        """Restore the waiting groups of a checkpoint."""
         if state and self._problem:
             raise UserError(
                 "the checkpoint has unfinished completions, of a time when rollout.oversample was "
                 f"set: {self._problem}"
             )
-        # The oldest go first, whatever the number of ranks was.
+        # Oldest first, regardless of the previous number of ranks.
         groups, size = [self._group(group) for group in state], len(self._waiting)
         counts = {len(group.members) for group in groups} - {self._samples_per_prompt}
         needed = [f"samples_per_prompt={count}" for count in counts]
@@ -216,7 +217,7 @@ class PartialRollouts:
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:
-        """Return the group of the JSON values that its `state` returned."""
+        """Return the group stored by its `state`."""
         prompt_id, members = state
         prompt = self._by_id.get(prompt_id)
         if prompt is None:
@@ -240,7 +241,7 @@ class PartialRollouts:
 def _problem(
     policy: Policy, prompts: Sequence[EncodedPrompt], max_turns: int, dynamic_sampling: bool
 ) -> str:
-    """Return why completions of this run cannot take several steps, "" if they can."""
+    """Return why completions of this run cannot span several steps, or ""."""
     if not policy.plan.exact:
         return f"the plan {policy.plan.name!r} is not exact; use precision.preset=unified or jet"
     if dynamic_sampling:

@@ -1,9 +1,8 @@
-"""The order in which prompts are drawn: shuffled, mixed by weight, and by measured difficulty.
+"""Prompt order: shuffled, mixed by weight, or by measured pass rate.
 
-`shuffle` is a function of (seed, step). Under `pass_rate` a prompt is drawn with the weight
-4 p (1 - p), where p is its measured pass rate, and at least `explore`: a prompt that is always
-solved, or never, teaches a group comparison nothing. A prompt that was not tried yet has p = 1/2.
-The record of pass rates goes into checkpoints.
+`shuffle` is a function of (seed, step). Under `pass_rate`, a prompt is drawn with weight 4 p (1 -
+p), with its measured pass rate p, and at least `explore`: a prompt that is always or never solved
+gives zero advantages. Untried prompts have p = 1/2. Pass rates are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)
 
-PRIOR = 1.0  # completions that a prompt counts as solved, and as many as not, before it was tried
-MEMORY = 0.5  # what a completion still counts when the prompt is tried again
+PRIOR = 1.0  # prior: completions counted as solved, and as unsolved, before the first try
+MEMORY = 0.5  # decay of earlier completions when the prompt is tried again
 
 
 class PromptDigest:
-    """A digest of the prompts and their answers, which says when a resumed run has others."""
+    """Hash of the prompts and answers, to detect changed data on resume."""
 
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
         digest = hashlib.blake2b(digest_size=8)
@@ -58,8 +57,8 @@ class PromptDigest:
 def with_steps(
     settings: Settings, prompts: Sequence[EncodedPrompt], weights: Mapping[str, float]
 ) -> tuple[Settings, str]:
-    """Return the settings with loop.epochs made loop.steps, and how many steps an epoch is."""
-    # Tasks of weight 0 are never drawn. The last step of an epoch may reach into the next.
+    """Return settings with loop.epochs converted to loop.steps, and the steps per epoch."""
+    # Tasks of weight 0 are never drawn. An epoch's last step may include prompts of the next.
     count = sum(weights.get(encoded.prompt.task, 1.0) > 0 for encoded in prompts)
     epoch, loop = count / settings.rollout.prompts_per_step, settings.loop
     if loop.epochs is not None:
@@ -76,11 +75,10 @@ def with_steps(
 
 
 class PromptOrder:
-    """The prompts of a split, drawn step by step in the order that `data.order` names.
+    """Draws the prompts of a split step by step, in the order of `data.order`.
 
-    The state is {prompt id: [solved, tried]}, older completions counting less. Mixed tasks have
-    `weights`, by default 1. Each `use` has an order of its own; only `prompts`, those of the steps,
-    go by pass rate.
+    The state is {prompt id: [solved, tried]}, with decay. Mixed tasks have `weights`, by default 1.
+    Each `use` has its own order; only training `prompts` follow pass rates.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class PromptOrder:
     ) -> None:
         self._settings, self._prompts = settings, prompts
         self._seed = derive_seed(settings.run.seed, use)
-        # The prompts of each task: tasks share a step by weight and have epochs of their own.
+        # Prompts per task: tasks share a step by weight, and have their own epochs.
         self._members: dict[str, list[int]] = {}
         for index, encoded in enumerate(prompts):
             self._members.setdefault(encoded.prompt.task, []).append(index)
@@ -108,10 +106,10 @@ class PromptOrder:
                 )
 
     def draw(self, step: int, count: int) -> list[EncodedPrompt]:
-        """Return the prompts of a step, counted from 1; every step draws `count`."""
-        # How many prompts of each task: now, and in all steps before.
+        """Return the `count` prompts of a step (from 1); `count` must not change between steps."""
+        # Number of prompts per task: in this step, and in all earlier steps.
         counts = shares(self._weights, count, step, self._seed)
-        drawn: list[tuple[float, int]] = []  # positions in the step, from 0 to 1, and indices
+        drawn: list[tuple[float, int]] = []  # (position in the step from 0 to 1, index)
         for column, (task, members) in enumerate(self._members.items()):
             now, before = int(counts[-1, column]), int(counts[:-1, column].sum())
             seed = self._seed if len(self._members) == 1 else derive_seed(self._seed, task)
@@ -121,17 +119,17 @@ class PromptOrder:
                 chosen = weighted_draw(weight, now, derive_seed(seed, "pass_rate", step))
             else:
                 chosen = draw_range(len(members), before, now, seed)
-            # Tasks take turns at equal distances: each update of a step should see every task.
+            # Interleave tasks evenly, so that every update of a step sees every task.
             drawn += [((k + 0.5) / now, members[i]) for k, i in enumerate(chosen)]
         return [self._prompts[i] for _, i in sorted(drawn, key=lambda entry: entry[0])]
 
     def rate(self, prompt_id: str) -> float:
-        """Return the estimated share of completions that solve a prompt; 0.5 before it is tried."""
+        """Return the estimated pass rate of a prompt; 0.5 before the first try."""
         solved, tried = self._history.get(prompt_id, (0.0, 0.0))
         return (solved + PRIOR) / (tried + 2 * PRIOR)
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Count how often the prompts of a step were solved, by the task's own score."""
+        """Record how often the prompts of a step were solved, by the task's own score."""
         if not self._by_pass_rate:
             return
         weighed, threshold = self._settings.reward.is_weighed, self._settings.eval.threshold
@@ -139,10 +137,10 @@ class PromptOrder:
         for sample in samples:
             groups.setdefault(sample.group, []).append(sample)
         for members in groups.values():
-            # Solved is what the task says, whatever [reward] adds.
+            # Use the task's own score, without [reward].
             scores = [s.score.parts.get("rule") if weighed else s.score.reward for s in members]
             judged = [score for score in scores if score is not None]
-            # What was seen before counts half: the policy has changed since.
+            # Halve earlier counts: the policy has changed since.
             solved, tried = self._history.get(members[0].prompt.id, (0.0, 0.0))
             self._history[members[0].prompt.id] = (
                 MEMORY * solved + sum(score >= threshold for score in judged),

@@ -1,8 +1,8 @@
-"""The ranks of a run on several GPUs: how they are joined, compared and ended.
+"""Ranks of a multi-GPU run: joining, comparing and ending them.
 
-The command line joins them around its commands, `jetrl.train` in a user's script. An error of all
-ranks is printed once, by rank 0; a rank that fails alone is named. Each step compares digests of
-prompts, samples and weights over the ranks, and a rank that differs ends the run.
+Commands join the ranks themselves; `jetrl.train` joins them in a user's script. An error on all
+ranks is printed once, by rank 0; a rank that fails alone is named. Each step compares hashes of
+prompts, samples and weights across ranks; a difference ends the run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from jetrl.types import Sample
 
 @contextlib.contextmanager
 def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
-    """Join the ranks of a run that a script has begun; yield whether the run is resumed.
+    """Join the ranks of a run started by a script; yield True if the run is resumed.
 
-    Does nothing if a command has joined them, or if torchrun started no ranks. After an error all
-    ranks end, with its exit code and one message. A run that torchrun starts again is resumed.
+    Does nothing if a command has joined them or torchrun started no ranks. On error, all ranks exit
+    with its exit code and one message. A run restarted by torchrun is resumed.
     """
     if not started_by_torchrun() or world() is not ONE_PROCESS:
         yield resume
@@ -75,7 +75,7 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
-    """Join the processes that torchrun has started for a run, within the block."""
+    """Join the processes started by torchrun for a run, within the block."""
     problem = problem_of(settings, launched_size())
     facts = {
         f"{section}.{key}": repr(value)
@@ -89,7 +89,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
 
 
 def problem_of(settings: Settings, count: int) -> str:
-    """Return why a run cannot be so many processes; "" if it can."""
+    """Return why a run cannot use this many processes, or ""."""
     if count == 1 or not PrecisionPlan.preset(settings.precision.preset).reads_masters:
         return ""
     return (
@@ -105,13 +105,13 @@ def joined_on(
     facts: Mapping[str, str] | None = None,
     problem: str = "",
 ) -> Iterator[None]:
-    """Join the processes that torchrun has started for a command, within the block.
+    """Join the processes started by torchrun for a command, within the block.
 
-    `facts` must be the same on all ranks in addition to versions and command line. `problem` is why
-    the command cannot run as several processes; "" if it can.
+    `facts` must be equal on all ranks, in addition to versions and command line. `problem` is the
+    reason why the command cannot use several processes, or "".
     """
     chosen = choose_device(device)
-    # What makes other bits has to be the same on all ranks.
+    # Everything that affects bits must be equal on all ranks.
     alike = {"the command line": shlex.join(sys.argv[1:]), **(facts or {})}
     alike |= {f"the version of {n}": v for n, v in versions().items() if n != "system"}
     if chosen == "cuda":
@@ -123,13 +123,13 @@ def joined_on(
 
 
 def goes_on(settings: Settings) -> bool:
-    """Return whether torchrun restarts the ranks of a run that it began (--max-restarts)."""
-    # Not by the number of restarts, which machines may count differently.
+    """Return True if torchrun restarts the ranks of its own run (--max-restarts)."""
+    # Do not use the restart count, which may differ between machines.
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return False
     path = Path(settings.run.dir) / str(settings.run.name)
     attempts = read_attempts(path) if (path / "config.toml").is_file() else []
-    # Not a run of an earlier torchrun, which would be continued without being asked to.
+    # An earlier torchrun's run must not be resumed without being asked.
     if not attempts or not _started_before(os.getppid(), attempts[-1].started):
         return False
     # A run that was asked to stop stays stopped.
@@ -142,7 +142,7 @@ def goes_on(settings: Settings) -> bool:
 
 
 def _started_before(process: int, moment: float) -> bool | None:
-    """Return whether a process of this machine was started before a moment; None if unknown."""
+    """Return True if a local process started before a given time; None if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         lines = Path("/proc/stat").read_text().splitlines()
@@ -155,63 +155,64 @@ def _started_before(process: int, moment: float) -> bool | None:
 def end(
     words: str, code: int, error: BaseException | None = None, printed: bool = False
 ) -> NoReturn:
-    """End this rank with an exit code after an error; the other ranks end as well.
+    """End this rank with an exit code after an error; the other ranks end too.
 
-    Without `error`, no other rank can have caused it. `printed`: rank 0 has printed its message.
+    Without `error`, no other rank can be the cause. `printed`: rank 0 has already printed its
+    message.
     """
-    # This rank may have failed because another did: then that one is named.
+    # If this rank failed because of another rank, name that one.
     own = isinstance(error, UserError | RunStopped) and not isinstance(error, RankLost)
     may_follow = isinstance(error, Exception | Terminated) and not own
     trouble = peers().trouble() if may_follow else None
     if trouble is not None and trouble.rank != launched_rank():
         leave(trouble)
-    # The others end by this account from here on.
+    # From here on, the others see this rank's failure.
     peers().failed(words, code)
     first = launched_rank() == 0
     try:
         meeting = meet()
-        if not meeting.compared:  # the others may still be about to begin
+        if not meeting.compared:  # the others may not have begun yet
             try:
                 problem = words.removeprefix("error: ") or "its command line is wrong"
                 meeting.compare({}, problem=problem)
             except UserError as common:
                 words = words and f"error: {common}"
-        # Where this rank was the first to fail, the others follow without words of their own.
+        # If this rank failed first, the others end silently.
         trouble = peers().trouble() if first else None
         heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
-        # Rank 0 prints a common message once; another rank prints only what nobody else will.
+        # Rank 0 prints a common message once; other ranks print only what nobody else will.
         to_print = meeting.end(words, heard) or (words if first and not printed else None)
         if to_print is not None:
             tell_once(to_print)
         if first:
             meeting.told()
-    except (NoMeeting, RuntimeError) as lost:  # there is no store, or no longer
+    except (NoMeeting, RuntimeError) as lost:  # no store, or not any more
         reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in words else ""
         tell_once(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
     exit_now(code)
 
 
 def leave(trouble: Trouble) -> NoReturn:
-    """End this rank because of another's trouble, which one rank prints."""
+    """End this rank because another one failed, which a single rank reports."""
     rank = launched_rank()
     if rank == trouble.printed_by:
         tell_once(visible(trouble.message, newlines=True))
-    if trouble.rank < 0:  # the store, or who knows which rank
+    if trouble.rank < 0:  # the store, or an unknown rank
         exit_now(trouble.code)
     with contextlib.suppress(NoMeeting, RuntimeError):
-        meeting = meet().again()  # the main thread may be waiting on its connection
+        meeting = meet().again()  # the main thread may be blocked on its connection
         meeting.end("", heard=True)
         if rank == 0:
             meeting.told()
     exit_now(trouble.code)
 
 
-_BLOCK = 2**22  # words whose products are held at a time: 32 MiB
+_BLOCK = 2**22  # words per block: 32 MiB of products
 _FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2**64 over the golden ratio
 
 
 def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
-    """Check that all ranks have drawn the same prompts for a step."""
+    """Check that all ranks drew the same prompts for a step."""
     if world().size == 1:
         return
     what = f"the prompts of step {step}, which a task has to give alike on every rank"
@@ -220,15 +221,15 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
 
 
 def compare_samples(step: int, samples: Sequence[Sample]) -> None:
-    """Check that all ranks are about to train on the same samples."""
+    """Check that all ranks train on the same samples."""
     if world().size > 1:
         world().same(f"the samples of step {step}", samples_digest(samples))
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
-    """Return a digest of all that is trained on, the same in every process."""
+    """Return a hash of everything that is trained on, equal across processes."""
     digest = hashlib.blake2b(digest_size=8)
-    for sample in samples:  # as bytes, not as the texts of their numbers
+    for sample in samples:  # bytes, not decimal text
         digest.update(array("i", sample.prompt_token_ids))
         digest.update(array("i", sample.completion.token_ids))
         digest.update(array("f", sample.completion.logprobs))
@@ -238,7 +239,7 @@ def samples_digest(samples: Sequence[Sample]) -> str:
 
 
 def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | None = None) -> None:
-    """Check that all ranks read the same quantized weights and undivided master weights."""
+    """Check that all ranks have the same quantized weights and unsharded master weights."""
     if world().size == 1:
         return
     device = models[0].device
@@ -249,7 +250,7 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
         if model.decoder.exponents is not None:
             whole["key exponents"] = model.decoder.exponents
         tensors |= {prefix + n: t for n, t in (weights.quantized_tensors() | whole).items()}
-    # One number per tensor, made on its device: a copy to the host would take seconds.
+    # One hash per tensor, computed on its device: copying to the host would take seconds.
     mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
     factors = (mixed ^ (mixed >> 29)) * _FACTOR | 1
     digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
@@ -268,11 +269,11 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
 
 
 def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Return a digest of a tensor's bytes and of their order: int64 [], modulo 2**64."""
+    """Return an order-sensitive hash of a tensor's bytes: int64 [], modulo 2**64."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4:
         data = data.clone()
-    # Words are weighed by position, so swapped bytes are found as well.
+    # Words are weighted by position, so that swaps change the hash.
     words = len(data) // 4 * 4
     digest = factors.new_zeros(())
     for part in (data[:words].view(torch.int32), data[words:]):

@@ -1,8 +1,8 @@
-"""The steps after a run's last checkpoint, run again: `jetrl replay`.
+"""`jetrl replay`: rerun the steps after a run's last checkpoint.
 
-They have the same bits, and run in a copy of the run (hard links to its checkpoints) that is
-removed at the end. The first value that is not finite ends the replay with the name of its
-operation. Under another precision preset or device other tokens are drawn.
+The rerun has the same bits. It uses a copy of the run (hard links to its checkpoints) that is
+removed at the end. The first non-finite value ends the replay with the name of its operation. With
+another precision preset or device, other tokens are sampled.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.training import checkpoint_files as files
 
-# What a replay does not need of a run, and what it must do.
+# Settings that a replay disables or needs.
 _OVERRIDES = (
     "train.on_nonfinite=stop",
     "checkpoint.every=0",
-    "checkpoint.background=false",  # no thread writes into a copy that is being removed
+    "checkpoint.background=false",  # no background writes into a copy that is being removed
     "report.enabled=false",
     "trackers.names=[]",
 )
 
 
 def replay(path: Path, preset: str | None = None, device: str | None = None) -> tuple[int, str]:
-    """Run the steps after a run's last checkpoint again; the run itself does not change.
+    """Rerun the steps after a run's last checkpoint; the run itself does not change.
 
-    With `preset` they run under that precision preset instead of the run's plan. Returns the last
-    step that was begun, and in words what was not finite, "" if everything is.
+    `preset` replaces the run's plan by a precision preset. Returns the last started step, and a
+    description of the first non-finite value, or "".
     """
     run = RunDirectory.open(path.resolve())
-    # A run that ended with a NaN has no line of that step.
+    # A run that ended with a NaN has no metrics line for that step.
     last = max((line["step"] for line in run.metrics("rl")), default=0) + 1
     number = 0
     for left in run.path.glob(f"{REPLAY}*"):
-        if not is_locked(left):  # of a replay that was killed
+        if not is_locked(left):  # left over from a killed replay
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=REPLAY, dir=run.path) as folder:
         lock, copy = RunLock(Path(folder)), Path(folder, f"{REPLAY}run")
@@ -55,7 +55,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
             with Session(_copied(run, copy, preset, device), resume=True) as session:
                 session.warm_up()
                 session.evaluate_start()
-                # The loop of jetrl.loop.train, up to the step that had no line.
+                # The loop of jetrl.loop.train, up to the step without a metrics line.
                 for number in session.steps():
                     if number > last:
                         return last, ""
@@ -70,14 +70,14 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
 
 
 def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | None) -> Settings:
-    """Copy into a folder what a resume reads of a run; return the settings to resume it with."""
+    """Copy what a resume needs from a run into a folder; return the settings to resume with."""
     where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
     where += [f"run.device={device}"] * (device is not None)
-    # The config is read again: what a resume may not change is changed in the copy.
+    # The config is read again, so change fixed settings in the copy.
     settings = load_config(run.path / "config.toml", [*_OVERRIDES, *where])
     plan = run.plan()
     if preset is not None:
-        # The preset may be exact, and the run may have a correction.
+        # The preset may be exact although the run has a correction.
         algorithm = {"correction_under_exact_plan": settings.algorithm.correction != "none"}
         settings = settings.model_copy(
             update={
@@ -90,12 +90,12 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    # Lines are copied, since a resume cuts them; checkpoints and reference are linked.
+    # Copy metrics, since a resume truncates them; link checkpoints and reference.
     if run.metrics_file.is_file():
         shutil.copy(run.metrics_file, folder)
     for name in ("checkpoints", "reference"):
         if (run.path / name).is_dir():
-            # The run may be at work: what it has not completed may be gone in a moment.
+            # The run may be active: incomplete files may disappear at any time.
             ignore = shutil.ignore_patterns(".writing-*")
             shutil.copytree(run.path / name, folder / name, ignore=ignore, copy_function=_link)
     if preset is not None:
@@ -105,10 +105,10 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
 
 
 def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
-    """Put another precision plan into a copied checkpoint, which is read under only that plan."""
+    """Replace the precision plan in a copied checkpoint, which loads only under its own plan."""
     if files.problem_of(checkpoint):
-        return  # a resume says how it is damaged
-    # The manifest has to agree with the changed file.
+        return  # the resume reports the damage
+    # Update the manifest for the changed file.
     path, state = checkpoint / files.STATE_FILE, files.state_of(checkpoint) | {"plan": plan}
     write_atomically(path, json.dumps(state))
     manifest = files.manifest_of(checkpoint) | {files.STATE_FILE: files.fingerprint(path)}
@@ -116,7 +116,7 @@ def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, or copy it on a file system without links."""
+    """Hard-link a file, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

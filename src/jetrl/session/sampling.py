@@ -1,10 +1,10 @@
-"""Sampling and scoring of prompts, for training and for evaluation.
+"""Sampling and scoring of prompts, for training and evaluation.
 
-Prompts become token ids (`encode_prompts`), then completions (`sample_prompts`), each of which is
-scored as soon as it is finished, while others are drawn (`Scoring`).
+`encode_prompts` tokenizes prompts, `sample_prompts` samples completions, and `Scoring` scores each
+completion as soon as it is finished, while others are still being sampled.
 
-Each rank samples and scores whole groups; then every rank has all samples. The random keys of
-sequences are made for the whole list of prompts, so no token depends on the number of ranks.
+Each rank samples and scores whole groups; all samples are then gathered. Random keys are derived
+for the full list of prompts, so tokens do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score, Turn
 
 
 class TaskEnvironment:
-    """The environment that answers turns of one `generate` with a task's `step`."""
+    """Environment for one `generate` call that answers turns with a task's `step`."""
 
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt], n: int, max_turns: int) -> None:
         self.max_turns = max_turns
@@ -52,7 +52,7 @@ class TaskEnvironment:
 
 
 def turns_of(task: Task, setting: int | None) -> int:
-    """Return the limit of a completion's turns: task.max_turns, or else the task's own."""
+    """Return the maximum turns per completion: task.max_turns, or else the task's limit."""
     if setting is not None and setting > 1 and task.max_turns == 1:
         raise UserError(
             f"task.max_turns = {setting}, but task {task.label} has no turns: unset it, or give "
@@ -63,7 +63,7 @@ def turns_of(task: Task, setting: int | None) -> int:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A task's prompt as the model reads it."""
+    """A task's prompt with its token ids."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -73,9 +73,9 @@ class EncodedPrompt:
 def encode_prompts(
     policy: Model, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
 ) -> list[EncodedPrompt]:
-    """Return the prompts of a split as token ids, in order; `limit` of each mixed task (0: all)."""
+    """Return the tokenized prompts of a split, in order; `limit` is per mixed task (0: all)."""
     where = f"task {task.label}, split {split}"
-    # A mixture gives each of its tasks the same limit.
+    # In a mixture, the limit applies to each task.
     num_seen: Counter[str] = Counter()
     encoded = []
     for prompt in read_prompts(task, split):
@@ -100,16 +100,16 @@ def encode_prompts(
 
 
 def _end_of(policy: Model, token_ids: Sequence[int]) -> str:
-    """Return the last characters of a prompt, with the names of special tokens."""
-    assert policy.tokenizer is not None  # encode_prompt has used it
+    """Return the last characters of a prompt, with special tokens by name."""
+    assert policy.tokenizer is not None  # used by encode_prompt
     return str(policy.tokenizer.decode(list(token_ids[-32:])))
 
 
 class Scoring:
-    """The scores of one round of completions, each begun as soon as the completion is finished.
+    """Scores of one round of completions; each starts as soon as its completion is finished.
 
-    `prompts` are those of all ranks, in order; `own` the indices of those that this rank samples
-    and scores, ascending.
+    `prompts` are those of all ranks, in order; `own` lists the ascending indices that this rank
+    samples and scores.
     """
 
     def __init__(
@@ -122,33 +122,33 @@ class Scoring:
         if not continues_step:
             scorer.begin_step()
         self.scorer, self.prompts, self.each = scorer, prompts, each
-        # Prompts of the same stop strings are sampled together, and each rank has a share of them.
+        # Prompts with the same stop strings are sampled together, split across ranks.
         together = [i for members in _by_stop(prompts).values() for i in members]
         self.own = sorted(world().share(together))
         self._begun: dict[int, tuple[int, Completion]] = {}  # index: scorer's ticket, completion
 
     def finished(self, index: int, completion: Completion) -> None:
-        """Begin to score a completion that has come to its end."""
+        """Start scoring a finished completion."""
         if self.scorer.has_workers and not completion.failure:
             self._begin(index, completion)
 
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Return the samples of all ranks, grouped by prompt; waits for the last score."""
+        """Return the samples of all ranks, grouped by prompt; waits for all scores."""
         return self.gathered(self.own_samples(completions))
 
     def own_samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Return this rank's completions as scored samples, once the last score has come.
+        """Return this rank's completions as scored samples; waits for all scores.
 
-        If the environment broke down, the sample has its failure and reward 0.
+        If the environment failed, the sample has that failure and reward 0.
         """
-        # Functions that compare completions get whole groups, and so all that there are.
+        # Functions that compare completions get whole groups at once.
         groups = [self.own[i // self.each] for i in range(len(completions))]
         answers = [
             Answer(self.prompts[group].prompt, c.turns or c.text, c.token_ids)
             for group, c in zip(groups, completions, strict=True)
         ]
         calls = self.scorer.begin_calls(answers)
-        # Most were begun while others were drawn; the rest begin now.
+        # Most scores started during sampling; start the rest now.
         scorable = [i for i, completion in enumerate(completions) if not completion.failure]
         tickets = [self._begin(i, completions[i]) for i in scorable]
         scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
@@ -159,27 +159,27 @@ class Scoring:
                 for i, completion in enumerate(completions)
             ],
         )
-        self.drop()  # scores that were begun of completions that were drawn again since
+        self.drop()  # scores of completions that were sampled again since
         return [
             self._sample(group, completion, score)
             for group, completion, score in zip(groups, completions, scored, strict=True)
         ]
 
     def gathered(self, own_samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of all ranks, grouped by prompt, from those of each rank."""
+        """Return the samples of all ranks, grouped by prompt, given each rank's own."""
         if world().size == 1:
             return list(own_samples)
-        # Tokens travel as bytes, not as pickled numbers.
+        # Send tokens as bytes, not as pickled ints.
         packed = [_packed(sample) for sample in own_samples]
         gathered = itertools.chain(*world().gather("samples of the step", packed))
         return [
             self._sample(group, _unpacked(completion, token_ids, logprobs), score)
-            # Sorting is stable: the samples of a prompt stay in order.
+            # Stable sort: samples of a prompt stay in order.
             for group, completion, token_ids, logprobs, score in sorted(gathered, key=itemgetter(0))
         ]
 
     def _sample(self, group: int, completion: Completion, scored: ScoredText) -> Sample:
-        """Return the sample of a completion of the prompt number `group`."""
+        """Return the sample for a completion of prompt `group`."""
         return Sample(
             prompt=self.prompts[group].prompt,
             group=group,
@@ -192,12 +192,12 @@ class Scoring:
         )
 
     def drop(self) -> None:
-        """Forget every score that was begun."""
+        """Cancel all pending scores."""
         self.scorer.drop()
         self._begun.clear()
 
     def _begin(self, index: int, completion: Completion) -> int:
-        """Return the scorer's ticket of a completion."""
+        """Start scoring a completion; return its ticket."""
         ticket, known = self._begun.get(index, (0, None))
         if known != completion:
             prompt = self.prompts[self.own[index // self.each]].prompt
@@ -207,11 +207,11 @@ class Scoring:
 
 
 _PackedSample = tuple[int, Completion, bytes, bytes, ScoredText]
-"""A group's number, a completion without tokens, its tokens and log-probs, and its score."""
+"""Group number, completion without tokens, packed tokens and log-probs, and score."""
 
 
 def _packed(sample: Sample) -> _PackedSample:
-    """Return what other ranks do not know of a sample, its numbers."""
+    """Return the part of a sample that other ranks do not know, in packed form."""
     completion = sample.completion
     return (
         sample.group,
@@ -229,7 +229,7 @@ def _unpacked(completion: Completion, token_ids: bytes, logprobs: bytes) -> Comp
 
 
 def _by_stop(prompts: Sequence[EncodedPrompt]) -> dict[tuple[str, ...], list[int]]:
-    """Return the indices of the prompts that end at the same strings, by these strings."""
+    """Return prompt indices grouped by stop strings."""
     members: dict[tuple[str, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         members.setdefault(prompt.stop, []).append(index)
@@ -243,16 +243,16 @@ def sample_prompts(
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> list[Completion]:
-    """Return `params.n` completions of each prompt that this rank samples, in order.
+    """Return `params.n` completions for each prompt sampled on this rank, in order.
 
-    A completion ends at `params.stop` and at its prompt's own stop strings, and `scoring` is told.
-    If `max_turns` is above 1, the task's `step` answers each turn.
+    A completion ends at `params.stop` and its prompt's own stop strings, and is passed to
+    `scoring`. If `max_turns` exceeds 1, the task's `step` answers each turn.
     """
     assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
     prompts = scoring.prompts
     place = {index: i for i, index in enumerate(scoring.own)}
     completions: dict[int, Completion] = {}
-    indices: list[int] = []  # of the completions that are drawn together, in `completions`
+    indices: list[int] = []  # indices into `completions` of this call
 
     def attend(state: Progress) -> None:
         scoring.scorer.attend()
@@ -264,15 +264,15 @@ def sample_prompts(
 
     try:
         for stop, members in _by_stop(prompts).items():
-            # The keys are those of the whole list, whichever ranks its prompts are sampled by.
+            # Keys are derived for the full list, regardless of which rank samples a prompt.
             keys = sequence_keys([prompts[i].token_ids for i in members], params.n)
             own = [(i, key) for i, key in zip(members, keys, strict=True) if i in place]
             if not own:
                 continue
             stops = tuple(dict.fromkeys((*params.stop, *stop)))
-            # Where the completions of this call belong among all of this rank.
+            # Positions of this call's completions among this rank's.
             indices = [place[i] * params.n + k for i, _ in own for k in range(params.n)]
-            # Turns are answered in the scoring processes.
+            # Scoring processes answer turns.
             task_prompts = [prompts[i].prompt for i, _ in own]
             environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
             answers, own_keys = environment if max_turns > 1 else None, [key for _, key in own]
@@ -281,7 +281,7 @@ def sample_prompts(
             own_params = dataclasses.replace(params, stop=stops)
             drawn = engine.generate(own_tokens, own_params, attend, options=options)
             completions |= zip(indices, drawn, strict=True)
-    except BaseException:  # nobody will have the completions whose scores were begun
+    except BaseException:  # nobody will collect these scores
         scoring.drop()
         raise
     return [completions[i] for i in range(len(completions))]

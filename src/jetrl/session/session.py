@@ -1,10 +1,10 @@
-"""The verbs of the loop.
+"""The verbs of the training loop.
 
-A session opens everything that a run needs, resumes from the last good checkpoint if asked to, and
-closes it all with a report. Randomness depends on only the seed, the step and the prompt, so a
-resumed run continues with the bits of an uncut one.
+A session opens everything that a run needs, resumes from the last intact checkpoint if asked to,
+and closes everything with a report. Randomness depends only on seed, step and prompt, so a resumed
+run reproduces the bits of an uninterrupted one.
 
-Each verb of a step takes the step's record and returns one in which more is filled in (step.py).
+Each verb takes the step's record and returns one with more fields filled in (step.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run, and why it `stopped` early; paths are None if nothing was written there.
+    """Outcome of a run, and why it `stopped` early; paths are None if nothing was written.
 
-    `chats`: it trained on chat prompts, not on plain text.
+    `chats`: True if it trained on chat prompts rather than plain text.
     """
 
     run_path: Path
@@ -80,7 +80,7 @@ class RunResult:
 
 
 class Session:
-    """An attempt at a run, open as a context; `jetrl.loop.train` shows the order of the verbs."""
+    """An attempt at a run, as a context; `jetrl.loop.train` shows the order of the verbs."""
 
     def __init__(self, settings: Settings, resume: bool = False) -> None:
         self.settings = settings
@@ -105,8 +105,8 @@ class Session:
         self._stack.__exit__(kind, error, trace)
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Load everything, make or open the run directory, and resume if asked to."""
-        # A resumed run has its own settings; the models come first, the run directory after them.
+        """Load everything, create or open the run directory, and resume if asked to."""
+        # A resumed run uses its own settings. Open models first, then the run directory.
         settings = self.settings = settings_of_attempt(self.settings, self._resumes)
         self.context = context = open_context(settings, stack, self._resumes)
         settings = self.settings = context.settings
@@ -120,9 +120,9 @@ class Session:
             hang_state=lambda: hang_state(context.engine, context.policy),
         )
 
-        # What outlives a step is registered with the checkpoints.
+        # Register all state that persists across steps with the checkpoints.
         checkpoints = run.checkpoints
-        # Pass rates: the steps draw prompts by what was solved before.
+        # Pass rates determine which prompts are drawn.
         self._prompt_order = self._order("prompts")
         checkpoints.register("prompts", self._prompt_order)
         dynamic, turns = context.objective.dynamic_sampling, context.max_turns
@@ -132,27 +132,27 @@ class Session:
         checkpoints.register("partial rollouts", self._partial_rollouts)
         self._whole = WholePrompts(context.engine, context.scorer, turns)
         self._continued = ContinuedPrompts(context.engine, context.scorer, self._partial_rollouts)
-        # The size of micro-batches stays: 128 tokens share a scale in WGrad, so bits depend on it.
+        # Micro-batch size: 128 tokens share a scale in WGrad, so the bits depend on it.
         self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
         checkpoints.register("micro_batches", self._micro_batch_size)
         self._nonfinite = NonFiniteReports(run, context.policy)
         checkpoints.register("rollout_sizes", context.engine.sizes)
 
-        # From here on a run that is cut leaves a checkpoint; an earlier one is loaded.
+        # From here on, an interrupted run leaves a checkpoint; load an earlier one if any.
         stack.push(lambda _, error, __: self._save_given_up_step(error))
         if self._resumes:
             self._resume()
-        # A run that is cut in its warm-up says so when the warm-up has loaded its checkpoint.
+        # A run interrupted in its warm-up reports this once the warm-up has loaded its checkpoint.
         if not checkpoints.in_supervised_updates:
             run.note_micro_batches(self._micro_batch_size.tokens)
         self._step_notes = StepNotes(run, context.engine, self._micro_batch_size)
 
     def _resume(self) -> None:
-        """Resume from the last good checkpoint, if the run has one."""
+        """Resume from the last intact checkpoint, if there is one."""
         checkpoints, num_steps = self.run.checkpoints, self.settings.loop.steps
         notes: list[str] = []
         if checkpoints.last_step is not None:
-            # The trainer first: the checkpoint fills its optimizer and its critic.
+            # Create the trainer first: the checkpoint fills its optimizer and critic.
             self._open_trainer(begun=True)
             step, notes = checkpoints.load(self.trainer)
             self.last_step = Step(step)
@@ -162,24 +162,24 @@ class Session:
                 notes.append(f"{done} To train longer, raise loop.steps.")
             if any(key.startswith("sft.") for key in self.run.directory.changed_settings):
                 notes.append("the supervised updates are over: changes of [sft] have no effect")
-        # No step is saved yet: the warm-up continues, or the run begins anew.
+        # No step is saved yet: continue the warm-up, or start over.
         elif not checkpoints.in_supervised_updates:
             notes = checkpoints.start_over()
         self.run.display.note(*notes)
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer of the policy, which is made after the warm-up."""
+        """The policy's trainer, created after the warm-up."""
         assert self._trainer is not None, "the warm-up comes first"
         return self._trainer
 
     def _open_trainer(self, begun: bool = False) -> None:
-        """Make the trainer of RL, with a new optimizer and a reference frozen at this moment."""
+        """Create the RL trainer, with a new optimizer and the reference frozen at this point."""
         settings, policy, reports = self.settings, self.context.policy, self._nonfinite
         checkpoints = self.run.checkpoints
-        # Frozen now: a KL term measures against the policy at the start of RL.
+        # Freeze the reference: the KL is against the policy at the start of RL.
         reference = build_reference(settings, policy, self.run.directory.path, begun)
-        # What an extra carries from step to step is saved next to the policy.
+        # State of extras is saved next to the policy.
         calibration = ClipCalibration.from_settings(policy, self.context.objective, settings)
         if calibration is not None:
             checkpoints.register("clip", calibration)
@@ -190,7 +190,7 @@ class Session:
         if self.context.draft_head is not None:
             draft_head = DraftHeadTraining(self.context.draft_head, settings)
             checkpoints.register_tensors("draft_head", draft_head)
-        # A step calls them in this order.
+        # In the order in which a step calls them.
         parts: tuple[Extra | None, ...] = (calibration, draft_head, critic)
         self._trainer = Trainer(
             policy,
@@ -202,11 +202,11 @@ class Session:
         )
 
     def warm_up(self) -> None:
-        """Train on the task's worked answers if sft.steps asks for it, and make the RL trainer."""
+        """Train on the task's demonstrations if sft.steps > 0, and create the RL trainer."""
         if self._trainer is not None:
             return
         settings, context = self.settings, self.context
-        # The warm-up has its own optimizer, which ends with it.
+        # The warm-up has its own optimizer, which is then freed.
         if settings.sft.steps or self.run.checkpoints.in_supervised_updates:
             size, reports = self._micro_batch_size, self._nonfinite
             trainer = SftTrainer(context.policy, settings, size, reports.sft_guard)
@@ -217,49 +217,49 @@ class Session:
         self._open_trainer()
 
     def evaluate_start(self) -> None:
-        """Evaluate before the first step, and write the checkpoint that follows a warm-up."""
+        """Evaluate before the first step, and write the checkpoint after the warm-up."""
         begun = world().from_first("the metrics", lambda: bool(self.run.directory.metrics("rl")))
         if self.last_step.number > 0 or begun:
             return
         self.run.phases.start_step(0)
-        # Step 0 is the model before RL: its metrics are what the first steps are compared with.
+        # Step 0 is the model before RL, the baseline for the first steps.
         step = self.evaluate(Step(0))
         if self.settings.sft.steps:
-            self._save_checkpoint(step)  # the checkpoints of the warm-up are dropped
+            self._save_checkpoint(step)  # drops the warm-up's checkpoints
         if step.metrics:
             self.run.write_line(step.number, step.metrics)
 
     # The verbs of a step
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step to do, until the run is to stop after a step."""
+        """Yield the number of each remaining step, until the run stops after a step."""
         stops, total = self.run.stops, self.settings.loop.steps
         while self.last_step.number < total and not stops.decide():
             began = time.monotonic()
             yield self.last_step.number + 1
-            if self.last_step.number < total:  # a run whose steps are all done is not cut
+            if self.last_step.number < total:  # a run with all steps done is complete
                 stops.check_time(time.monotonic() - began, self.run.checkpoints.ending_s)
 
     def draw_prompts(self, number: int) -> Step:
-        """Begin a step: draw its prompts, in the order that data.order names.
+        """Begin a step: draw its prompts in the order of data.order.
 
-        With partial rollouts a step may begin more prompts than it trains on, or fewer.
+        With partial rollouts, a step may begin more or fewer prompts than it trains on.
         """
         self.run.phases.start_step(number)
-        # The draw is a function of seed and step, so a resumed run draws the same prompts.
+        # The draw depends only on seed and step, so a resumed run draws the same prompts.
         prompts = self._prompt_order.draw(number, self.settings.rollout.prompts_per_step)
         more = self._partial_rollouts.start_step()
         if more > 0:
             prompts += self._order("oversample").draw(number, more)
-        prompts = prompts[: len(prompts) + min(more, 0)]  # fewer if too many groups wait
+        prompts = prompts[: len(prompts) + min(more, 0)]  # negative if too many groups wait
         compare_prompts(number, prompts)
         self.context.scorer.state = TrainerState(number - 1, self.settings.loop.steps)
         return Step(number, prompts=prompts, metrics=self.context.noise.begin_step(number))
 
     def sample(self, step: Step) -> Step:
-        """Draw samples_per_prompt completions of each prompt, with their log-probs.
+        """Sample rollout.samples_per_prompt completions per prompt, with log-probs.
 
-        With partial rollouts they are the complete ones, of this step and of earlier ones.
+        With partial rollouts, these are the complete ones from this step and earlier steps.
         """
         source, params = self._source, rollout_params(self.settings, step.number, step.round)
         own_part = self._rollout(step.number, can_give_up=source.can_give_up)
@@ -275,11 +275,11 @@ class Session:
 
     @property
     def _source(self) -> Source:
-        """The source of this step's completions; unfinished ones may wait from a run before."""
+        """Source of this step's completions; unfinished ones may remain from an earlier attempt."""
         return self._continued if self._partial_rollouts.on else self._whole
 
     def score(self, step: Step) -> Step:
-        """Give every completion of the step its reward; RunStopped if none could be scored."""
+        """Set the reward of every completion; raise RunStopped if none could be scored."""
         assert step.scoring is not None, "nothing was sampled"
         reward, stops = self.context.reward, self.run.stops
         possible = self._source.can_give_up
@@ -291,20 +291,20 @@ class Session:
             if reward is not None:
                 if reward.has_model:
                     self.context.free_kv_pages()
-                # Ranks divide the forwards of a reward model, and none may leave the others alone.
+                # Ranks share the reward model's forwards, so a failure must end all of them.
                 with stops.giving_up(possible and world().size == 1):
                     samples = reward(samples)
-        # A failure costs one completion its reward; if all fail, the task itself is broken.
+        # A failure sets one completion's reward to 0; if all fail, the task is broken.
         failures = [sample.failure for sample in samples if sample.failure]
         if failures:
-            logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
+            logger.warning("%d completions not scored; the first: %s", len(failures), failures[0])
         unusable = any(sample.completion.unusable_reply for sample in samples)
         if len(failures) == len(samples) and not unusable:
             raise RunStopped(
                 f"none of the step's {len(samples)} completions could be judged by task "
                 f"{self.context.task.label}; the first failure: {failures[0]}"
             )
-        # As in TRL a completion that all functions leave out has no advantage; a step needs others.
+        # As in TRL, a completion without any reward has no advantage; a step needs some with one.
         left_out = [sample for sample in samples if sample.score.reward is None]
         if left_out:
             logger.warning(
@@ -322,16 +322,17 @@ class Session:
         return replace(step, samples=samples, drawn_samples=samples)
 
     def sample_dynamically(self, step: Step) -> Step:
-        """Replace groups of equal rewards, in further rounds, under dynamic sampling."""
+        """Replace zero-advantage groups in further sampling rounds (dynamic sampling)."""
         if not self.context.objective.dynamic_sampling:
             return step
 
-        # Each round draws prompts in an order of its own, so a resume draws the same ones.
+        # Each round has its own prompt order, so that a resume draws the same prompts.
         def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
             prompts = self._order(f"prompts again {step.number} {number}").draw(1, num_prompts)
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
-        # Groups that teach are kept, the others replaced, until there are enough or rounds end.
+        # Keep groups with an advantage and replace the others, until there are enough or rounds
+        # end.
         settings, rounds = self.settings, self.settings.algorithm.dynamic_sampling_rounds
         num_groups, at_least = settings.rollout.prompts_per_step, settings.train.updates_per_step
         samples, drawn, counts = refill(step.samples, num_groups, at_least, rounds, next_round)
@@ -346,12 +347,12 @@ class Session:
         )
 
     def update(self, step: Step) -> Step:
-        """Train on the samples: packing, advantages, forward, backward, AdamW and requantize.
+        """Train on the samples: packing, advantages, forward, backward, AdamW, requantization.
 
-        MismatchError names the operation that differs; other errors are the trainer's.
+        Raises MismatchError with the name of the operation that differs, and the trainer's errors.
         """
         number, phases = step.number, self.run.phases
-        # The pages of the rollout make room for activations and gradients.
+        # Free KV pages for activations and gradients.
         self.context.free_kv_pages()
         self._nonfinite.expect_updates(number, step.samples)
         compare_samples(number, step.samples)
@@ -359,7 +360,7 @@ class Session:
             with phases.phase("update"):
                 trained = self.trainer.step(step.samples, number)
         except StepMismatchError as error:
-            # Under an exact plan a mismatch is a bug: keep the samples and name the operation.
+            # Under an exact plan, a mismatch is a bug: keep the samples and name the operation.
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
                 sample = error.samples[error.sample_ids[0]]
@@ -370,19 +371,19 @@ class Session:
                     temperature=self.settings.rollout.temperature,
                 )
                 raise MismatchError(f"step {number}: {error}; {where}") from None
-        # Every rank has applied the same update: weights that differ are a fault.
+        # All ranks applied the same update, so different weights are a fault.
         trainer = self.trainer
         compare_weights(f"after step {number}", *trainer.models, beside=trainer.tensors_beside)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
-        # Rewards and lengths are those of all that was drawn, dropped groups included.
+        # Rewards and lengths cover all samples, including dropped groups.
         drawn = sample_metrics(step.drawn_samples, compares_group)
         metrics = {**drawn, **trained.metrics, **step.metrics}
         return replace(step, metrics=metrics | self._step_notes.on_update(number, metrics))
 
     def evaluate(self, step: Step) -> Step:
-        """Evaluate on the held-out prompts if due: every eval.every steps, and at both ends."""
-        # A run of a step or two is evaluated at its end all the same.
+        """Evaluate on the eval set if due: every eval.every steps, and at the start and end."""
+        # Evaluate at the end even if the run has only one or two steps.
         every, last = self.settings.eval.every, self.settings.loop.steps
         if not every or (step.number % every and step.number != last):
             return step
@@ -392,31 +393,31 @@ class Session:
         return replace(step, metrics={**step.metrics, **metrics})
 
     def record(self, step: Step) -> None:
-        """Write the step: its rollouts, a checkpoint if due, its metrics, its line on the console.
+        """Write the step's rollouts, a checkpoint if due, metrics and console line.
 
-        Raises StorageError if one of them, or the checkpoint before, could not be written.
+        Raises StorageError if any of them, or the previous checkpoint, could not be written.
         """
         number, run = step.number, self.run
-        # The first and the last step keep their rollouts, whatever rollout.keep_every says.
+        # The first and last step always keep their rollouts.
         is_last = number == self.settings.loop.steps
         if number % self.settings.rollout.keep_every == 0 or number == 1 or is_last:
             run.directory.write_rollouts(number, step.samples)
-        # Pass rates count every completion, those of dropped groups as well.
+        # Pass rates count every completion, including dropped groups.
         self._prompt_order.observe(step.drawn_samples)
         metrics = {
             **step.metrics,
             **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
             **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
-        run.checkpoints.check()  # raises if the one in the background has failed
-        # The checkpoint is before the line: a run cut in between writes the line on resume.
+        run.checkpoints.check()  # raises if the background one has failed
+        # Write the checkpoint first: if interrupted in between, a resume writes the metrics line.
         if run.checkpoints.is_due(number) or is_last:
             self._save_checkpoint(replace(step, metrics=metrics))
             metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
         metrics["timing/step_s"] = run.phases.step_s
         metrics |= distributed_metrics(metrics, run.phases.waited_s)
         self.last_step = replace(step, metrics=metrics)
-        # The line is the last thing: a step without one is made again by a resume.
+        # Write the metrics line last: a step without one is repeated by a resume.
         run.write_line(number, metrics, step.samples)
         self._step_notes.on_record(number, metrics)
 
@@ -426,12 +427,12 @@ class Session:
         Raises KeyboardInterrupt or Terminated if a signal stops the run; its state is saved.
         """
         run = self.run
-        # A stopped run saves its last whole step, then raises the signal that stopped it.
+        # A stopped run saves its last complete step, then raises the signal that stopped it.
         if stopped := run.stops.reason if run.stops.decide() else "":
             self._save_stopped_run()
             run.stops.raise_signal()
             run.attempt.end("stopped", stopped)
-        # Under fp32 the weights are used as they are, so a rounded model would be another one.
+        # Under fp32, export without rounding, so that the exported model is the policy.
         is_fp32 = self.context.policy.plan.reads_masters
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
@@ -450,7 +451,7 @@ class Session:
 
     @contextlib.contextmanager
     def _rollout(self, step: int, can_give_up: bool) -> Iterator[None]:
-        """Draw this rank's completions of a step in the body of the `with`."""
+        """Wrap sampling: phase timing, NaN reports, errors of other ranks, and SIGTERM."""
         with (
             self.run.phases.phase("rollout"),
             self._nonfinite.sampling(step),
@@ -463,7 +464,7 @@ class Session:
         return PromptOrder(self.settings, self.context.prompts, self.context.task.weights, use)
 
     def _held_out(self, step: int) -> Evaluation:
-        """Evaluate the policy after a step on the held-out prompts."""
+        """Evaluate the policy on the eval set after a step."""
         context = self.context
         context.scorer.state = TrainerState(step, self.settings.loop.steps)
         with self.run.phases.phase("eval"), self._nonfinite.sampling(step), context.noise.off():
@@ -487,9 +488,9 @@ class Session:
             self.run.checkpoints.save(step.number, self.trainer, step.metrics)
 
     def _save_stopped_run(self) -> None:
-        """Write the rollouts of the last whole step, and its checkpoint if it has none."""
+        """Write the rollouts of the last complete step, and its checkpoint if missing."""
         step, run = self.last_step, self.run
-        # keep_every may have left them out.
+        # may have been skipped by keep_every
         if step.samples:
             run.directory.write_rollouts(step.number, step.samples)
         with run.phases.phase("checkpoint"):
@@ -502,7 +503,7 @@ class Session:
 
     def _save_given_up_step(self, error: BaseException | None) -> None:
         if isinstance(error, StepGivenUp):
-            self.run.stops.decide()  # a rank may not have had the signal itself
+            self.run.stops.decide()  # this rank may not have received the signal
             self._save_stopped_run()
 
     def _show_progress(self, progress: Progress) -> None:

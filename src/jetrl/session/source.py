@@ -1,7 +1,7 @@
-"""Sources of a step's completions, one of which `Session.sample` asks.
+"""Sources of a step's completions, used by `Session.sample`.
 
-Today both are the rollout engine: whole prompts, and partial rollouts. Recorded rollouts or an
-endpoint are another `Source`: nothing else in the loop knows where completions come from.
+Today both are the rollout engine: full prompts and partial rollouts. Recorded rollouts or an
+endpoint would be another `Source`; nothing else in the loop knows where completions come from.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jetrl.types import Completion, SamplingParams
 
 @dataclass(frozen=True)
 class Drawn:
-    """The completions of a step that this rank has drawn.
+    """Completions of a step that were sampled on this rank.
 
     Attributes:
-        prompts: The step's prompts, of all ranks.
-        completions: Of this rank's share, `SamplingParams.n` per prompt, in order.
-        scoring: Their scores, some of which may have begun.
-        num_tokens: The tokens that this rank has drawn.
-        metrics: Metrics of the source itself.
+        prompts: The step's prompts, on all ranks.
+        completions: This rank's share, `SamplingParams.n` per prompt, in order.
+        scoring: Their scores, possibly still pending.
+        num_tokens: Number of tokens sampled on this rank.
+        metrics: The rollout/* and partial_rollout/* metrics, by name.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -39,10 +39,10 @@ class Drawn:
 
 
 class Source(Protocol):
-    """Draws the completions of a step."""
+    """Provides the completions of a step."""
 
     can_give_up: bool
-    """Whether a step that is cut while it draws has changed nothing that outlives it."""
+    """True if a step interrupted during sampling leaves no persistent state."""
 
     def draw(
         self,
@@ -51,14 +51,14 @@ class Source(Protocol):
         own_part: AbstractContextManager[None],
         progress: ProgressCallback,
     ) -> Drawn:
-        """Return the step's completions, each with its log-probs.
+        """Return the step's completions with log-probs.
 
-        In `own_part` ranks work alone and may fail alone; they exchange nothing there.
+        Inside `own_part`, ranks work independently and may fail independently, without collectives.
         """
 
 
 class WholePrompts:
-    """Samples each prompt of a step to its end, and begins scores while others are drawn."""
+    """Samples every prompt of a step to completion, scoring in the background."""
 
     can_give_up = True
 
@@ -81,7 +81,7 @@ class WholePrompts:
 
 
 class ContinuedPrompts:
-    """Samples until enough prompts are complete, of this step or earlier ones; the rest wait."""
+    """Samples until enough prompts are complete, from this step or earlier; the rest wait."""
 
     can_give_up = False
 
@@ -110,7 +110,7 @@ class ContinuedPrompts:
         return Drawn(
             prompts=prompts,
             completions=completions,
-            # Scored only now: which completions are complete is known once sampling ends.
+            # Score only now: the set of complete completions is known once sampling ends.
             scoring=Scoring(self._scorer, prompts, params.n),
             num_tokens=self._engine.stats.tokens_drawn,
             metrics={"partial_rollout/unfinished": float(partial_rollouts.num_unfinished)},

@@ -1,7 +1,7 @@
-"""A training step: its record, its sampling parameters, dynamic sampling, and its metrics.
+"""A training step: record, sampling parameters, dynamic sampling and metrics.
 
-Dynamic sampling draws more prompts instead of groups that teach nothing: a group whose completions
-all have the same reward has no gradient (Yu et al. 2025, "DAPO", eq. 11). `preflight` looks at the
+Dynamic sampling draws more prompts in place of zero-advantage groups: if all completions of a group
+have the same reward, it has no gradient (Yu et al. 2025, "DAPO", eq. 11). `preflight` inspects
 samples of the first step.
 
 The metrics are those that do not come from the trainer; docs/metrics.md lists all.
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Step:
-    """A training step; each verb of the loop returns a new record in which more fields are filled.
+    """A training step; each verb of the loop returns a new record with more fields set.
 
     Attributes:
-        number: From 1; 0 stands for the model before the first step.
-        round: The round of sampling, from 1; after dynamic sampling, the number of rounds.
-        completions: Of the round, `rollout.samples_per_prompt` per prompt.
+        number: From 1; 0 is the model before the first step.
+        round: Sampling round, from 1; after dynamic sampling, the number of rounds.
+        completions: Of this round, `rollout.samples_per_prompt` per prompt.
         rollout_tokens: Tokens sampled in all rounds.
     """
 
@@ -61,9 +61,9 @@ class Step:
 
 
 def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingParams:
-    """Return how a step's completions are drawn; rounds of dynamic sampling count from 1."""
+    """Return the sampling parameters of a step; rounds of dynamic sampling count from 1."""
     rollout = settings.rollout
-    # Each round of dynamic sampling has draws of its own.
+    # Each round of dynamic sampling has its own random keys.
     later_round = [round] if round > 1 else []
     return SamplingParams(
         n=rollout.samples_per_prompt,
@@ -77,7 +77,7 @@ def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingPar
 
 
 def eval_params(settings: Settings) -> SamplingParams:
-    """Return how the completions of a held-out evaluation are drawn, in every step alike."""
+    """Return the sampling parameters of an evaluation, the same in every step."""
     return SamplingParams(
         n=settings.eval.samples,
         max_tokens=settings.eval.max_tokens or settings.rollout.max_tokens,
@@ -95,20 +95,20 @@ def refill(
     max_rounds: int,
     draw: Callable[[int, int], Sequence[Sample]],
 ) -> tuple[list[Sample], list[Sample], dict[str, int]]:
-    """Draw prompts until enough groups have rewards that differ.
+    """Draw prompts until enough groups have differing rewards (nonzero advantages).
 
-    Each round draws the prompts that should bring the missing groups, by the share of groups that
-    taught something so far, and at most `num_groups`. A step needs `at_least` groups; if fewer
-    teach something, others fill up. `draw` maps a round (2, 3, ...) and a number of prompts to the
-    samples of these prompts.
+    Each round draws the number of prompts expected to fill the missing groups, given the fraction
+    of useful groups so far, and at most `num_groups`. A step needs `at_least` groups;
+    zero-advantage groups fill up if there are fewer. `draw` maps a round (2, 3, ...) and a number
+    of prompts to samples.
 
-    Returns the samples to train on and all samples, their groups numbered from 0, and counts.
+    Returns the samples to train on, all samples with groups numbered from 0, and counts.
     """
-    # A group teaches if its rewards differ.
+    # A group is useful if its rewards differ.
     drawn, rounds = _groups(samples), 1
     teaching = [group for group in drawn if _teaches(group)]
     while len(teaching) < num_groups and rounds < max_rounds:
-        # The prompts that should bring the missing groups, by the share so far.
+        # Prompts expected to fill the missing groups, given the fraction so far.
         share = max(len(teaching), 1) / len(drawn)
         rounds += 1
         missing = math.ceil((num_groups - len(teaching)) / share)
@@ -116,7 +116,7 @@ def refill(
         drawn += more
         teaching += [group for group in more if _teaches(group)]
     kept = teaching[:num_groups]
-    # An update needs a group, though it may teach nothing.
+    # An update needs at least one group, even without advantages.
     if len(kept) < at_least:
         idle = [group for group in drawn if not _teaches(group)]
         kept += idle[: at_least - len(kept)]
@@ -129,7 +129,7 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _teaches(group: Sequence[Sample]) -> bool:
-    """Return whether rewards differ, without completions that no function judged."""
+    """Return True if rewards differ among the scored completions."""
     return len({sample.score.reward for sample in group} - {None}) > 1
 
 
@@ -138,13 +138,13 @@ def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
-"""What every step has a metric timing/NAME_s of."""
+"""Phases for which every step has a metric timing/NAME_s."""
 
 
 def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
-    """Return the rewards and lengths of a step's samples.
+    """Return reward and length metrics of a step's samples.
 
-    With `compares_group`, groups of equal rewards are counted: they teach nothing.
+    With `compares_group`, also counts zero-advantage groups.
     """
     completions = [sample.completion for sample in samples]
     lengths = np.array([len(completion.token_ids) for completion in completions])
@@ -159,7 +159,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     if left_out := len(samples) - len(judged):
         metrics["reward/left_out"] = float(left_out)
     metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
-    # Parts of the reward, and tasks of a mixture.
+    # Reward parts, and tasks of a mixture.
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in sample.score.parts.items():
@@ -173,7 +173,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
         for task in dict.fromkeys(filter(None, tasks.tolist())):
             metrics[task_metric(name, task)] = float(numbers[tasks == task].mean())
     metrics["response_length/mean"] = float(lengths.mean())
-    if any(completion.turns for completion in completions):  # in an environment
+    if any(completion.turns for completion in completions):  # multi-turn
         metrics["response_length/turns"] = _mean(len(c.turns) for c in completions)
         metrics["response_length/sampled"] = _mean(c.num_sampled for c in completions)
         metrics["reward/unusable_replies"] = float(sum(c.unusable_reply for c in completions))
@@ -188,8 +188,8 @@ def _mean(values: Iterable[float]) -> float:
 def throughput_metrics(
     timings: Mapping[str, float], samples: Sequence[Sample], rollout_tokens: int
 ) -> dict[str, float]:
-    """Return the times and speeds of a step whose rollout, reward and update are done."""
-    # Prompt tokens pass through the trainer as well.
+    """Return times and throughput of a step after rollout, reward and update."""
+    # Include prompt tokens, which the trainer processes too.
     num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
     return {
         **{f"timing/{name}_s": timings[name] for name in TIMED},
@@ -199,11 +199,11 @@ def throughput_metrics(
 
 
 def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
-    """Return the worth of the drafts that all ranks verified, {} without drafts."""
+    """Return speculative-decoding metrics over all ranks; {} without drafts."""
     counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
     if not counts:
         return {}
-    # Counts are added first: a mean of ratios would weigh ranks wrongly.
+    # Sum counts over ranks first: averaging ratios would weight ranks wrongly.
     total = functools.reduce(SpeculationStats.plus, counts)
     metrics = {
         "speculation/tokens_per_forward": total.tokens_per_forward,
@@ -216,7 +216,7 @@ def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float
 
 
 def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
-    """Return throughput per rank and the fraction of time that ranks wait; {} for one process."""
+    """Return throughput per rank and the fraction of time waiting; {} for one process."""
     size = world().size
     if size == 1:
         return {}
@@ -253,7 +253,7 @@ def eval_metrics(
 
 
 class StepNotes:
-    """The notes on the steps of a run, from their metrics."""
+    """Notes on the steps of a run, derived from metrics."""
 
     def __init__(
         self, run: TrainingRun, engine: RolloutEngine, micro_batch_size: MicroBatchSize
@@ -264,10 +264,10 @@ class StepNotes:
         self._learning = Learning(lines)
 
     def on_update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Note what was unusual about a step's samples and updates; return counts as metrics."""
-        # The rules look at metrics alone, so a resumed run gives the same warnings.
+        """Note anything unusual about a step's samples and updates; return counts as metrics."""
+        # Rules use only metrics, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
-        # Of all ranks, since only rank 0 has a console.
+        # From all ranks, since only rank 0 has a console.
         own_retries = self._engine.sizes.take_retries()
         rollout_retries = sum(world().gather("retries of the rollout", own_retries))
         for text in anomalies:
@@ -292,18 +292,18 @@ class StepNotes:
         }
 
     def on_record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn the user if the steps so far show that the run does not learn."""
+        """Warn if the steps so far show that the run does not learn."""
         for warning in self._learning.see(metrics):
             logger.warning("step %d: %s", step, warning)
             self._run.display.note(f"warning: {warning}")
 
 
 _PROMPTS = 4
-_SAMPLES = 4  # of each prompt, or fewer if the recipe has fewer
+_SAMPLES = 4  # samples per prompt, or fewer if the recipe has fewer
 
 
 def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
-    """Sample and score the first prompts of a run that has no directory; also return warnings."""
+    """Sample and score the first prompts without a run directory; also return warnings."""
     rollout = settings.rollout
     with contextlib.ExitStack() as stack:
         context = open_context(settings, stack)
@@ -316,7 +316,7 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
     if context.reward is not None:
         context.engine.free_cache()
         samples = context.reward(samples)
-    # The same checks as after the first steps of a run.
+    # Same checks as after the first steps of a run.
     metrics = sample_metrics(samples, context.objective.algorithm.compares_group)
     warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]

@@ -1,15 +1,15 @@
-"""Requests to stop a run: Ctrl-C, SIGTERM and the time limit.
+"""Stop requests: Ctrl-C, SIGTERM and the time limit.
 
-| | during sampling and scoring of a step | else |
+| | while a step samples or scores | otherwise |
 | --- | --- | --- |
-| Ctrl-C | the step is finished | the step is finished |
-| SIGTERM | the step is given up: nothing has changed yet [1] | the step is finished |
-| a second one | leaves at once | leaves at once |
+| Ctrl-C | finish the step | finish the step |
+| SIGTERM | abandon the step: no state has changed yet [1] | finish the step |
+| second signal | exit immediately | exit immediately |
 
-[1] With partial rollouts (rollout.oversample) something has: the step is finished.
+[1] With rollout.oversample some state has changed: finish the step.
 
-All ranks stop after the same step, whichever rank the signal came to. Then the checkpoint and the
-report are written. A run that is left at once leaves the last checkpoint as it was.
+All ranks stop after the same step, regardless of which one received the signal. Then checkpoint and
+report are written. An immediate exit leaves the last checkpoint unchanged.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from jetrl.distributed.agreement import STOP, agree
 from jetrl.distributed.peers import peers
 from jetrl.errors import Terminated
 
-_STEPS_LOOKED_AT = 10  # for the time that the next one may take
+_STEPS_LOOKED_AT = 10  # to estimate the duration of the next step
 _STDERR = 2
 _CTRL_C, _SIGTERM = "interrupted by Ctrl-C", "terminated by SIGTERM"
 
 
 class StepGivenUp(Terminated):
-    """SIGTERM while a step was sampled or scored: the run ends after the step before."""
+    """SIGTERM during sampling or scoring: the run ends after the previous step."""
 
 
 _RAISED: dict[str, type[BaseException]] = {_CTRL_C: KeyboardInterrupt, _SIGTERM: Terminated}
-"""What each reason raises when the run has been saved."""
+"""Exception for each reason, raised once the run is saved."""
 
 
 class StopSignals:
-    """The requests to stop a run after its current step, and the `reason` ("": it continues).
+    """Stop requests for a run, and their `reason` ("": the run continues).
 
-    `at_once`: a second signal has ended the run, without another checkpoint.
+    `at_once`: a second signal ended the run, without another checkpoint.
     """
 
     def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
         self.reason, self.at_once, self._may_give_up = "", False, False
-        self._received: type[BaseException] | None = None  # this process's own first signal
+        self._received: type[BaseException] | None = None  # first signal of this process
         self._max_hours, self._elapsed_before, self._began = max_hours, elapsed_s, began
         self._step_times: deque[float] = deque(maxlen=_STEPS_LOOKED_AT)
 
     @property
     def elapsed_s(self) -> float:
-        """The wall time of all attempts, in seconds."""
+        """Wall time of all attempts, in seconds."""
         return self._elapsed_before + time.monotonic() - self._began
 
     def decide(self) -> bool:
-        """Decide, alike in all processes, whether the run stops here; `reason` says why."""
+        """Decide on all ranks together if the run stops here; `reason` tells why."""
         agreed = agree(STOP, self.reason)
-        self.reason = agreed or self.reason  # a signal may have come while the others answered
+        self.reason = agreed or self.reason  # a signal may have arrived during the collective
         return bool(agreed)
 
     def raise_signal(self) -> None:
-        """Raise KeyboardInterrupt or Terminated, if a signal asked to stop."""
+        """Raise KeyboardInterrupt or Terminated if a signal asked to stop."""
         if self.reason in _RAISED:
             raise _RAISED[self.reason]
 
     def check_time(self, step_s: float, ending_s: float) -> None:
-        """Ask to stop if a step, and `ending_s` for checkpoint and export, would end too late."""
-        # The slowest of the last steps, since lengths of completions vary.
+        """Request a stop if another step plus `ending_s` would exceed the time limit."""
+        # Use the slowest of the last steps, since completion lengths vary.
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:
             return
@@ -85,8 +85,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def giving_up(self, possible: bool = True) -> Iterator[None]:
-        """Let SIGTERM cut the body of the `with`, by StepGivenUp, unless that is not `possible`."""
-        # The handler raises only here, where nothing has changed yet.
+        """Let SIGTERM raise StepGivenUp within this context, if `possible`."""
+        # The handler raises only here, while no state has changed.
         self._may_give_up = possible
         try:
             yield
@@ -95,7 +95,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle Ctrl-C and SIGTERM in the body of the `with`, if this is the main thread."""
+        """Handle Ctrl-C and SIGTERM within this context, on the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -108,7 +108,7 @@ class StopSignals:
             signal.signal(signal.SIGTERM, terminate)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ask to stop after the step; leave at once if any signal asked before."""
+        """Request a stop after the step; exit immediately on a second signal."""
         if self._received is not None:
             self.at_once = True
             raise KeyboardInterrupt
@@ -116,8 +116,8 @@ class StopSignals:
         _say("stopping after this step; Ctrl-C again to leave at once")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
-        # torchrun sends SIGTERM when a rank is lost: then that is what ends this one.
+        """Abandon the step or stop after it; exit immediately on a second SIGTERM."""
+        # torchrun sends SIGTERM when a rank is lost: then report the lost rank.
         if peers().interrupted():
             return
         if self._received is Terminated:
@@ -132,8 +132,8 @@ class StopSignals:
 
 
 def _say(text: str) -> None:
-    """Write a line to standard error from within a signal handler."""
-    # Not print: the signal may have come in the middle of one, which cannot be entered again.
-    # Where nobody reads (Ctrl-C has ended `| tee` as well) the run stops all the same.
+    """Write a line to standard error from a signal handler."""
+    # Do not use print, which is not reentrant. If nobody reads stderr (Ctrl-C also ended `| tee`),
+    # the run still stops.
     with contextlib.suppress(OSError):
         os.write(_STDERR, f"\n{text}\n".encode())

@@ -1,8 +1,8 @@
-"""Supervised updates: the warm-up before the first step, and the training of a reward model.
+"""Supervised updates: the warm-up before RL, and reward-model training.
 
-They differ in trainer, examples and held-out value. A reward model (`jetrl sft --task reward`) is
-the decoder of [model] with a new or its own head, learns from the pairs of `Task.preference`, and
-is written as a Hugging Face ...ForSequenceClassification directory.
+They differ in trainer, examples and eval metric. A reward model (`jetrl sft --task reward`) is the
+decoder of [model] with a new head or its own, trained on pairs from `Task.preference` and written
+as a Hugging Face ...ForSequenceClassification directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
 
 @dataclass(frozen=True)
 class SupervisedUpdates:
-    """The `sft.steps` supervised updates of a run, or fewer once the held-out value is good enough.
+    """The `sft.steps` supervised updates of a run, with early stopping at `sft.until`.
 
-    `held_out` returns the value that `sft.until` is compared with. `held_out_metric` is its metric,
-    if the updates are the whole run, whose last update is saved. None: a warm-up, after which the
-    run saves itself.
+    `held_out` returns the value compared with `sft.until`. `held_out_metric` is its metric name if
+    the updates are the whole run, whose last update is checkpointed; None for a warm-up, after
+    which the run writes a checkpoint itself.
     """
 
     run: TrainingRun
@@ -45,45 +45,45 @@ class SupervisedUpdates:
     held_out_metric: str | None = None
 
     def train(self) -> float | None:
-        """Make the updates, from the last checkpoint on; return the last held-out value, if any."""
+        """Run the updates from the last checkpoint on; return the last eval value, if any."""
         run, is_whole_run = self.run, self.held_out_metric is not None
         prompts, weights = run.context.prompts, run.context.task.weights
-        # An order of its own: the steps of RL draw as if there had been no warm-up.
+        # Use a separate prompt order, so that RL draws the same prompts with or without a warm-up.
         order = PromptOrder(run.settings, prompts, weights, use="sft")
         update = self._resume()
         for earlier in range(1, update + 1):
-            self._examples(order, earlier)  # a task may count how often it was asked
+            self._examples(order, earlier)  # a task may be stateful
         value = self._held_out_value(update)
         while not self._is_over(update, value):
             update += 1
-            # One update, its line, and a checkpoint if due.
-            run.phases.start_step(update if is_whole_run else 0)  # a warm-up is before step 1
-            # Guards learn which update they watch.
+            # One update, its metrics line, and a checkpoint if due.
+            run.phases.start_step(update if is_whole_run else 0)  # a warm-up precedes step 1
+            # Tell guards which update they watch.
             self.before_update(update)
             with run.phases.phase("sft"):
                 metrics = self.trainer.step(self._examples(order, update))
             metrics["timing/step_s"] = run.phases.timings["sft"]
-            if self.held_out_metric is not None:  # looked at now, since it is part of the line
+            if self.held_out_metric is not None:  # evaluated now, as part of the metrics line
                 value = self._held_out_value(update)
                 if value is not None:
                     metrics[self.held_out_metric] = value
-            # The line is written before the checkpoint: a resume drops lines after its checkpoint.
+            # Write metrics before the checkpoint: a resume drops lines after its checkpoint.
             run.write_line(update, metrics, phase="sft")
-            # This may ask to stop; all ranks decide together whether they do.
+            # This may request a stop; all ranks decide together.
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))
-            if not is_whole_run:  # looked at when all is saved: a run that stops does not wait
+            if not is_whole_run:  # evaluated after saving: a run that stops does not wait
                 value = self._held_out_value(update)
         return value
 
     def _resume(self) -> int:
-        """Load the last checkpoint, if the run has one; return the number of updates done."""
+        """Load the last checkpoint, if any; return the number of completed updates."""
         run, trainer = self.run, self.trainer
         update, notes = run.checkpoints.load_supervised(run.context.model, trainer.optimizer)
         title = "reward model" if self.held_out_metric else "sft"
         run.display.show_updates(title, run.settings.sft.steps, update)
         run.display.note(*notes)
-        if update > 0:  # the size of micro-batches is the checkpoint's
+        if update > 0:  # the micro-batch size comes from the checkpoint
             run.note_micro_batches(trainer.micro_batch_size.tokens)
         return update
 
@@ -93,7 +93,7 @@ class SupervisedUpdates:
         return [self.example_of(context.task, context.model, encoded) for encoded in prompts]
 
     def _held_out_value(self, update: int) -> float | None:
-        """Return the held-out value if it is to be looked at after an update, else None."""
+        """Return the eval value if it is due after an update, else None."""
         sft = self.run.settings.sft
         due = sft.until is not None and update > 0 and update % sft.check_every == 0
         if self.held_out_metric is not None:
@@ -110,13 +110,13 @@ class SupervisedUpdates:
         return good_enough or update >= sft.steps
 
     def _save_or_stop(self, update: int, is_last: bool) -> None:
-        """Write the checkpoint after an update if one is due, and stop the run if it is to stop."""
+        """Write a checkpoint if due, and stop the run if requested."""
         run, checkpoints = self.run, self.run.checkpoints
         stops = run.stops.decide()
         if checkpoints.is_due(update) or stops or is_last:
             with run.phases.phase("checkpoint"):
                 checkpoints.save_supervised(update, run.context.model, self.trainer.optimizer)
-        # The update is saved; what is raised says how the run ended.
+        # The update is saved; the exception tells how the run ended.
         if stops and not is_last:
             checkpoints.wait()
             run.stops.raise_signal()
@@ -125,7 +125,7 @@ class SupervisedUpdates:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The end of a reward model's training; `accuracy` is the share of held-out pairs in order."""
+    """Outcome of reward-model training; `accuracy`: fraction of eval pairs ranked correctly."""
 
     run_path: Path
     model_path: Path
@@ -136,18 +136,18 @@ class RewardResult:
 def train_reward_model(
     settings: Settings, out: str | Path | None = None, resume: bool = False
 ) -> RewardResult:
-    """Train a reward model, and write it into the run directory and into `out` if given.
+    """Train a reward model; write it to the run directory, and to `out` if given.
 
-    It makes `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on
-    held-out pairs reaches `sft.until`. A resumed training has the bits of an uncut one. Errors are
-    those of `loop.train`, and a UserError for a task without pairs.
+    Runs `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on eval
+    pairs reaches `sft.until`. A resumed training has the bits of an uninterrupted one. Raises the
+    errors of `loop.train`, and UserError for a task without pairs.
     """
     with joined_in_script(settings, resume) as resumed:
         return _train(settings, out, resumed)
 
 
 def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardResult:
-    """Train a reward model as `train_reward_model` says, once the ranks are joined."""
+    """Train a reward model (see `train_reward_model`) once the ranks are joined."""
     began = time.monotonic()
     settings = settings_of_attempt(settings, resume)
     context = open_reward_context(settings, resume)
@@ -174,12 +174,12 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
         )
         value = updates.train()
         assert value is not None, "the accuracy is looked at after the last update"
-        # FP32: a score in BF16 would order close completions differently.
+        # Keep FP32: BF16 scores would misorder close completions.
         model_path = run.export("float32", out)
         return RewardResult(run.directory.path, model_path, value, len(context.held_out))
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:
-    """Return the share of pairs whose better sequence scores higher."""
+    """Return the fraction of pairs whose better sequence scores higher."""
     scores = model.scores([sequence for pair in pairs for sequence in pair], tokens_at_once)
     return float((scores[0::2] > scores[1::2]).double().mean())

@@ -1,7 +1,7 @@
-"""An attempt at a run while it is open: run directory, console, phases and checkpoints.
+"""An open attempt at a run: run directory, console, phases and checkpoints.
 
-Whatever may take long runs inside `with phases.phase(NAME)`, which console, watchdog, memory peaks
-and status file observe.
+Everything that may take long runs inside `with phases.phase(NAME)`, observed by console, watchdog,
+memory peaks and status file.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from jetrl.types import Sample, StepStats
 logger = logging.getLogger(__name__)
 
 _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
-_SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an error
+_SETTLE_S = 5.0  # to complete a multi-rank checkpoint after an error on one rank
 
 
 class PhaseObserver(Protocol):
-    """An object that hears what a run is doing; a phase that fails has no end."""
+    """Observer of a run's phases; a failed phase has no end event."""
 
     def begin(self, phase: str, step: int) -> None:
         return
@@ -63,10 +63,10 @@ class PhaseObserver(Protocol):
 
 
 class Phases:
-    """The clock of a run's phases.
+    """Timers of a run's phases.
 
-    `timings` are the seconds per phase of the current step, summed if a phase ran several times.
-    The current `step` is 0 before the first.
+    `timings` are seconds per phase in the current step, summed over repetitions. The current `step`
+    is 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Phases:
         self.start_step(0)
 
     def start_step(self, step: int) -> None:
-        """Begin a step, without the timings of the step before."""
+        """Begin a step and reset its timings."""
         self.step = step
         self.timings.clear()
         self._step_began, self._waited_before = time.monotonic(), world().waited_s
@@ -87,18 +87,18 @@ class Phases:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the current step in which this process waited for other ranks, on the host."""
+        """Seconds that this process waited for other ranks in the current step, on the host."""
         return world().waited_s - self._waited_before
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body of the `with` as a phase, and tell the observers."""
+        """Time a phase and notify the observers."""
         for observer in self.observers:
             observer.begin(name, self.step)
         began = time.monotonic()
         with explained(f"the phase {name}", _ADVICE):
             yield
-        keep_streams()  # a user's reward function may have closed them
+        keep_streams()  # user reward functions may have closed them
         seconds = time.monotonic() - began
         self.timings[name] = self.timings.get(name, 0.0) + seconds
         for observer in self.observers:
@@ -110,7 +110,7 @@ class Phases:
 
 
 class Display(PhaseObserver):
-    """The console of a stretch of a run, opened by rank 0 with the stretch's first line."""
+    """Console output of one section of a run, opened on rank 0 at the first line."""
 
     def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
         self._elapsed_s = elapsed_s
@@ -119,25 +119,25 @@ class Display(PhaseObserver):
         self.show_steps(total_steps)
 
     def show_steps(self, total: int, first: int = 0) -> None:
-        """Begin the stretch of `total` steps, of which earlier attempts did `first`."""
+        """Begin a section of `total` steps, with `first` completed by earlier attempts."""
         self.close()
         self._open = lambda: Console(total, first_step=first, elapsed_s=self._elapsed_s())
 
     def show_updates(self, title: str, total: int, first: int = 0) -> None:
-        """Begin a stretch of supervised updates."""
+        """Begin a section of supervised updates."""
         self.close()
         self._open = lambda: Console(
             total, first_step=first, title=title, samples_every=0, lines_every=25
         )
 
     def close(self) -> None:
-        """Take the bar away; the next line opens it again."""
+        """Remove the progress bar; the next line restores it."""
         if self._console is not None:
             self._console.close()
             self._console = None
 
     def note(self, *notes: str) -> None:
-        """Show notes, a line each."""
+        """Print notes, one per line."""
 
         def show(console: Console) -> None:
             for text in notes:
@@ -147,11 +147,11 @@ class Display(PhaseObserver):
             self._show(show)
 
     def step(self, stats: StepStats) -> None:
-        """Show the line of a step or of a supervised update."""
+        """Print the line of a step or supervised update."""
         self._show(lambda console: console.step(stats))
 
     def progress(self, progress: Progress) -> None:
-        """Show the progress of a rollout; of several ranks, that of rank 0."""
+        """Show rollout progress, of rank 0 only."""
         done, total = progress.sequences_done, progress.sequences_total
         pages = progress.pages_in_use, progress.pages_total
         self._show(lambda c: c.progress(done, total, progress.tokens_per_s, pages, progress.eta_s))
@@ -166,7 +166,7 @@ class Display(PhaseObserver):
 
 
 class MemoryPeaks(PhaseObserver):
-    """The peak memory per phase: tensors, KV pages and CUDA graphs; on the CPU the process."""
+    """Peak memory per phase: tensors, KV pages and CUDA graphs on a GPU; the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -174,7 +174,7 @@ class MemoryPeaks(PhaseObserver):
         self._phases: dict[str, int] = {}
 
     def begin(self, phase: str, step: int) -> None:
-        # What was allocated before the phase belongs to the peak of the whole step.
+        # Allocations from before the phase count toward the step's peak.
         self._take()
         if self._device is not None:
             reset_peak(self._device)
@@ -183,7 +183,7 @@ class MemoryPeaks(PhaseObserver):
         self._phases[phase] = max(self._take(), self._phases.get(phase, 0))
 
     def _take(self) -> int:
-        """Return the peak since the last reset, in bytes; 0 on the CPU."""
+        """Return the peak since the last reset in bytes; 0 on the CPU."""
         if self._device is None:
             return 0
         peak = peak_bytes(self._device)
@@ -191,7 +191,7 @@ class MemoryPeaks(PhaseObserver):
         return peak
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics memory/* of the phases since the last call."""
+        """Return the memory/* metrics of the phases since the last call."""
         self._take()
         if self._device is None:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -203,13 +203,13 @@ class MemoryPeaks(PhaseObserver):
 
 
 def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
-    """Return the settings of an attempt: a run that is resumed has its own, with some changed."""
+    """Return the settings of an attempt; a resumed run uses its own, plus overrides."""
     own = RunDirectory.settings_of_resume
     return world().from_first("the run's settings", lambda: own(settings)) if resume else settings
 
 
 class TrainingRun:
-    """An attempt at a run, begun when this object is made and ended when its stack is closed."""
+    """An attempt at a run, from construction until its stack is closed."""
 
     def __init__(
         self,
@@ -223,22 +223,23 @@ class TrainingRun:
         self.settings, self.context = settings, context
         model = context.model
 
-        # The run directory, with the record of this attempt, and trackers next to it.
+        # Run directory with the record of this attempt, and trackers.
         first = world().is_first
         self.directory = open_run_directory(settings, model.plan.to_dict(), resume)
         self.directory.notes += context.notes
         if model.plan.deviation:
             self.directory.notes.append(f"the sampler deviates on purpose: {model.plan.deviation}")
         path = self.directory.path
-        # The stack closes in reverse order: checkpoints settle, trackers close, the report is last.
+        # The stack closes in reverse order: settle checkpoints, close trackers, then write the
+        # report.
         if settings.report.enabled and first:
-            # Written last, when the run's end is recorded.
+            # Written last, once the run's end is recorded.
             stack.push(lambda _, error, __: _report(path, error))
-        # The lock of the run is held from here on, so no second process writes.
+        # Hold the run's lock from here on, so that no second process writes.
         stack.enter_context(self.directory)
         if (reading := context.task.reading) and first:
             self.directory.write_reading(reading)
-        # attempts.jsonl gets the start now and the end when the stack closes.
+        # Record the start in attempts.jsonl now, and the end when the stack closes.
         facts = {"plan": model.plan.name, "device": str(model.device)}
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
         self.trackers = Trackers({})
@@ -246,14 +247,14 @@ class TrainingRun:
         def open_all() -> None:
             self.trackers = open_trackers(settings.trackers, path, settings.model_dump(mode="json"))
 
-        world().from_first("the trackers", open_all)  # every rank raises an error of rank 0's
+        world().from_first("the trackers", open_all)  # all ranks raise rank 0's error
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
 
-        # Signals, the console, and who hears of the phases.
+        # Signals, console, and phase observers.
         elapsed_s = world().from_first(
             "the time of earlier attempts", lambda: self.directory.history().elapsed_s
         )
-        # Hours of earlier attempts are shown, and do not count against run.max_hours.
+        # Earlier attempts count toward the shown hours, but not toward run.max_hours.
         self.stops = StopSignals(settings.run.max_hours, elapsed_s, began)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
@@ -262,26 +263,26 @@ class TrainingRun:
             status = StatusFile(path)
             stack.callback(status.close)
             self.phases.observers.append(status)
-        # The watchdog comes last among the observers: it measures what the others take, too.
+        # The watchdog is the last observer, so that it includes the time of the others.
         hang_file, end_attempt = self.directory.hang_file, self.directory.end_attempt_for_hang
         watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
         stack.enter_context(watchdog)
         self.phases.observers.append(watchdog)
 
-        # If another rank is lost and this one's main thread is stuck, a thread leaves this behind.
+        # If another rank is lost while the main thread is stuck, a thread runs this.
         def at_end(trouble: Trouble) -> None:
             end_attempt(trouble.reason)
             self.display.close()
 
         peers().attach(path / FOLDER, watchdog.write_stacks, at_end)
 
-        # What is still done when the run is left: the checkpoint that is being written comes first.
+        # Cleanup on exit; the pending checkpoint comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)
         self.checkpoints.register("data", PromptDigest(context.prompts))
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
-        # The plan is in the log always, on the console where a GPU can run out.
+        # Always log the plan; print it if a GPU can run out of memory.
         lines = [f"{context.loading}; memory plan", *shown(context.memory.plan).splitlines()]
         if context.memory.free is not None:
             lines.append(f"  of {context.memory.free / GIB:.1f} GiB that were free")
@@ -291,7 +292,7 @@ class TrainingRun:
         self.display.note(*on_gpu, *self.directory.notes, *to_read)
 
     def note_micro_batches(self, tokens: int) -> None:
-        """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
+        """Report the micro-batch size if it is not train.tokens_per_micro_batch."""
         setting, planned = self.settings.train.tokens_per_micro_batch, self.context.memory.tokens
         why = ""
         if tokens != planned:
@@ -314,7 +315,7 @@ class TrainingRun:
         self.trackers.log(step, metrics)
 
     def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
-        """Write the model as a Hugging Face directory, also to `out`; return the run's own one."""
+        """Export the model as a Hugging Face directory, also to `out`; return the run's own one."""
         path = self.directory.path / "model"
         with self.phases.phase("export"):
             self.context.model.save_pretrained(path, dtype=dtype, overwrite=True)
@@ -325,15 +326,15 @@ class TrainingRun:
         return path
 
     def _settle(self, error: BaseException | None) -> None:
-        """Complete the checkpoint that is being written after an error, unless left at once."""
+        """After an error, complete the pending checkpoint, unless exiting immediately."""
         if error is None:
             return
-        # A stop that all ranks make alike does not alarm the others.
+        # A common stop of all ranks is no alarm for the others.
         lost = isinstance(error, RankLost)
         alike = isinstance(error, KeyboardInterrupt | Terminated | TimeLimitReached)
         if alike:
             peers().leaving()
-        # A checkpoint of several ranks cannot complete without the lost one.
+        # A multi-rank checkpoint cannot complete without the lost rank.
         if not (lost or self.stops.at_once):
             self.checkpoints.settle(None if alike or world().size == 1 else _SETTLE_S)
         if not (lost or alike):
@@ -342,13 +343,13 @@ class TrainingRun:
 
 
 def _report(path: Path, error: BaseException | None) -> None:
-    """Write the report of a run directory when the run has ended, by an error or without one."""
-    if isinstance(error, RankLost):  # all ranks are to be gone in seconds, as for a restart
+    """Write a run's report at its end, with or without an error."""
+    if isinstance(error, RankLost):  # all ranks must exit within seconds, for a restart
         return
     try:
         with storing(path / "report.html"):
             write_report(path)
-    except (StorageError, UserError) as failure:  # UserError: the directory is gone
+    except (StorageError, UserError) as failure:  # UserError if the directory is gone
         if error is None:
             raise
-        logger.warning("%s", failure)  # what ended the run is what to say
+        logger.warning("%s", failure)  # do not hide the error that ended the run

@@ -1,16 +1,16 @@
-"""The watchdog: a run that shows no sign of life is ended, with its stacks in hang.txt.
+"""Watchdog: detects a hung run and ends it, with its stacks in hang.txt.
 
-A hang is a silence longer than `watchdog.factor` times the longest one of the phase so far, and at
-least `watchdog.min_s`. Before a phase has ended once (kernels are compiled then), and if it waits
-for a disk, the limit is `watchdog.first_s`.
+A run hangs if it is silent for longer than `watchdog.factor` times the longest silence of the phase
+so far, and at least `watchdog.min_s`. In a phase's first run (when kernels compile) and in disk
+phases, the limit is `watchdog.first_s`.
 
-On a hang, hang.txt gets the phase and step, the stack of every Python thread, the sequences being
-sampled and the GPU's memory; the process ends with exit code 5. The main thread is not needed for
-this: it may be inside C code that never returns. If it holds the interpreter's lock as well, timers
-that need no lock write the stacks and end the process.
+On a hang, hang.txt receives phase and step, the stack of every Python thread, the sequences being
+sampled and GPU memory use; the process ends with exit code 5. This does not need the main thread,
+which may be stuck in C code. If it also holds the GIL, timers that need no lock write the stacks
+and end the process.
 
-A rank that waits for others which are behind it does not hang. When one of those hangs, the others
-write their stacks and end with it.
+A rank waiting for slower ranks does not hang. When one of those hangs, the others write their
+stacks and end with it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from jetrl.settings.sections import WatchdogSettings
 logger = logging.getLogger(__name__)
 
 BETWEEN = "between phases"
-DISK_PHASES = ("checkpoint", "export")  # a fast disk now says nothing about the next time
+DISK_PHASES = ("checkpoint", "export")  # disk speed may change at any time
 TICK_S = 1.0
-LAST_WORDS_S = 20.0  # for work that may itself hang: the state of a GPU, a file system
-STACKS_S = 5.0  # for the stacks that faulthandler writes
+LAST_WORDS_S = 20.0  # for reporting that may itself hang: GPU state, file systems
+STACKS_S = 5.0  # for faulthandler to write the stacks
 _SIGEV_THREAD = 2
 
 
 class Watchdog:
-    """An observer that watches the phases of a run, while it is open as a context."""
+    """Phase observer that detects hangs, while open as a context manager."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._phase, self._step = BETWEEN, 0
         self._last_sign = time.monotonic()
-        self._silence = 0.0  # the longest of the current phase
-        self._longest: dict[str, float] = {}  # of each phase that has ended once
+        self._silence = 0.0  # longest silence in the current phase
+        self._longest: dict[str, float] = {}  # longest silence per completed phase
         self._over = threading.Event()
         self._file: IO[str] | None = None
         self._exit: ExitTimer | None = None
@@ -81,7 +81,7 @@ class Watchdog:
         self.begin(BETWEEN, self._step)
 
     def limit_s(self, phase: str) -> float:
-        """Return the seconds of silence that are a hang in a phase."""
+        """Return the seconds of silence that count as a hang in a phase."""
         if phase not in self._longest or phase in DISK_PHASES:
             return self._settings.first_s
         return max(self._settings.min_s, self._settings.factor * self._longest[phase])
@@ -92,7 +92,7 @@ class Watchdog:
                 self._file = open(self._path, "a", encoding="utf-8")
             try:
                 self._exit = ExitTimer(EXIT_HANG)
-            except (OSError, AttributeError) as error:  # a container may allow none
+            except (OSError, AttributeError) as error:  # may be forbidden in a container
                 logger.warning(
                     "a hang that holds the interpreter's lock would end with code 1: %s", error
                 )
@@ -108,7 +108,7 @@ class Watchdog:
             if self._exit is not None:
                 self._exit.delete()
             self._file.close()
-        with contextlib.suppress(OSError):  # a disk that takes nothing any more has ended the run
+        with contextlib.suppress(OSError):  # a full disk has ended the run
             if self._path.stat().st_size == 0:
                 self._path.unlink()
 
@@ -119,8 +119,8 @@ class Watchdog:
         peers().here("" if phase == BETWEEN else phase, step)
 
     def _watch(self) -> None:
-        """Look at the clock until the context ends; the body of the watchdog's thread."""
-        # Short limits, as in tests, need a shorter tick.
+        """Check for silence until the context ends; body of the watchdog thread."""
+        # Short limits (in tests) need a shorter tick.
         tick = min(TICK_S, self._settings.min_s / 4, self._settings.first_s / 4)
         while not self._over.wait(tick):
             with self._lock:
@@ -130,9 +130,9 @@ class Watchdog:
                 silent = time.monotonic() - self._last_sign
                 limit = self.limit_s(phase)
                 assert self._file is not None
-                # If this thread does not come by again in time, the interpreter's lock is held.
+                # If this thread is not scheduled in time, the GIL is held.
                 self._end_later(max(limit - silent, 0.0) + LAST_WORDS_S, self._file)
-            # A rank that waits for one behind it does not hang.
+            # A rank waiting for a slower one does not hang.
             if silent > limit and not peers().waits_for_others():
                 self._end_process(phase, step, silent, limit)
 
@@ -142,18 +142,18 @@ class Watchdog:
             self._exit.set(seconds + STACKS_S)
 
     def _end_process(self, phase: str, step: int, silent: float, limit: float) -> None:
-        """Write hang.txt and end the process, whatever the main thread is doing."""
+        """Write hang.txt and end the process, regardless of the main thread."""
         file = self._file
         assert file is not None
         why = f"hang in {phase} of step {step}: no sign of life for {silent:.1f} s"
         try:
-            # The report itself may hang: timers end the process all the same.
+            # The report itself may hang: set timers that end the process anyway.
             self._end_later(LAST_WORDS_S, file)
             before = self._longest.get(phase)
             longest = "it had not ended before" if before is None else f"{before:.1f} s before"
             limits = f"limit {limit:.1f} s; longest silence of this phase: {longest}"
             self._print_stacks(file, f"{why}\n{limits}")
-            # What cannot hang comes first, then what needs a disk, then the GPU's memory.
+            # First what cannot hang, then what needs a disk, then GPU memory.
             self._give_up(f"{why}; the stacks are in {self._path}")
             print("\n".join(["", *self._state()]), file=file)
             file.flush()
@@ -165,7 +165,7 @@ class Watchdog:
             os._exit(EXIT_HANG)
 
     def write_stacks(self, reason: str) -> None:
-        """Write where this rank waits, when another rank hangs."""
+        """Write this rank's stacks when another rank hangs."""
         with self._lock:
             if self._file is not None and not self._over.is_set():
                 self._print_stacks(self._file, reason)
@@ -178,10 +178,10 @@ class Watchdog:
 
 
 def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
-    """Return lines for hang.txt on sequences and memory; the GPU, which may hang, is not asked."""
+    """Return lines for hang.txt on sequences and memory, without GPU calls, which may hang."""
     sequences = list(engine.sequences)
     num_finished = sum(sequence.finished for sequence in sequences)
-    # A sequence waits for its environment, for KV pages, or for its next forward.
+    # A sequence waits for its environment, for KV pages or for its next forward.
     lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
     for sequence in sequences:
         if sequence.finished:
@@ -200,37 +200,37 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
 
 
 class ExitTimer:
-    """A timer that ends the process with an exit code, unless set again or deleted before.
+    """Timer that ends the process with an exit code, unless reset or deleted before.
 
-    It is a POSIX timer whose thread, one of the C library, calls C's `_exit`: it works while the
-    interpreter's lock is held for good. The timer of faulthandler knows only exit code 1. Raises
-    OSError or AttributeError if the system gives no timer.
+    A POSIX timer whose C-library thread calls `_exit`: it works even while the GIL is held forever.
+    (faulthandler's timer only supports exit code 1.) Raises OSError or AttributeError if the system
+    provides no timer.
     """
 
     def __init__(self, exit_code: int) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
         function = ctypes.cast(self._library._exit, ctypes.c_void_p).value
-        # glibc's struct sigevent: the argument, no signal, how it is told, and the function.
+        # glibc's struct sigevent: argument, no signal, notification type, function.
         event = struct.pack("PiiP40x", exit_code, 0, _SIGEV_THREAD, function)
         self._timer = ctypes.c_void_p()
         own = ctypes.byref(self._timer)
         _check(self._library.timer_create(time.CLOCK_MONOTONIC, event, own))
 
     def set(self, seconds: float) -> None:
-        """Let the process end so many seconds from now."""
-        nanoseconds = max(1, round(1e9 * seconds))  # 0 would stop the timer
-        # The struct itimerspec: seconds and nanoseconds of no interval, then of the delay.
+        """End the process after this many seconds."""
+        nanoseconds = max(1, round(1e9 * seconds))  # 0 would disarm the timer
+        # struct itimerspec: seconds and nanoseconds of the interval (0), then of the delay.
         whole, rest = divmod(nanoseconds, 10**9)
         times = struct.pack("4l", 0, 0, whole, rest)
         _check(self._library.timer_settime(self._timer, 0, times, None))
 
     def delete(self) -> None:
-        """Take the timer back: the process does not end by it."""
+        """Delete the timer."""
         _check(self._library.timer_delete(self._timer))
 
 
 def _check(result: int) -> None:
-    """Raise the error of a timer function of the C library, which returned `result`."""
+    """Raise the error of a C-library timer function from its `result`."""
     if result != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"a timer of the system: {os.strerror(error)}")
