@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetrl.precision.quantize import dithered_bf16
 
+EXAMPLES, HELD_OUT = 8, 24  # of an update, and held out
 Rule = Callable[[str, Tensor], Tensor]
 
 
@@ -72,8 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="a Hugging Face directory")
     parser.add_argument("--text", type=Path, default=Path("build/letters"))
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--examples", type=int, default=8, help="per update")
-    parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--every", type=int, default=5, help="updates between rows")
     parser.add_argument("--out", default="build/bench/bf16_grid.json")
@@ -82,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     load: Any = AutoModelForCausalLM.from_pretrained
     module = load(args.model, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train = examples(args.text / "train.jsonl", args.updates * args.examples, tokenizer)
-    held_out = examples(args.text / "test.jsonl", args.held_out, tokenizer)
+    train = examples(args.text / "train.jsonl", args.updates * EXAMPLES, tokenizer)
+    held_out = examples(args.text / "test.jsonl", HELD_OUT, tokenizer)
     weights = dict(module.named_parameters())
     start = {name: w.detach().clone() for name, w in weights.items()}
 
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=0)
     first, rows = {name: held_out_loss(rule) for name, rule in RULES.items()}, list[Row]()
     for number in range(args.updates):
-        batch = train[number * args.examples :][: args.examples]
+        batch = train[number * EXAMPLES :][:EXAMPLES]
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - 0.9 * number / args.updates)
         loss(module, batch, device).backward()

@@ -252,7 +252,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="default: the shape's")
 
 
-_FILES = ("--out", "--beside", "--wait-for", "--figure")
+_FILES = ("--out", "--beside", "--figure")
 
 
 def command_typed(program: str, argv: Sequence[str] | None) -> str:
@@ -355,16 +355,6 @@ LOADS = {
     "256": ("32x8x256x2048",),
     # 64 sequences at the mean context of the load 64, for an eighth of its tokens.
     "64-part": ("64x1x3584x1024",),
-    # 216,000 tokens at batches of 1 to 512 and contexts to 32k.
-    "exact": (
-        "1x1x30000x2000",
-        "2x4x15000x1000",
-        "4x8x7000x700",
-        "8x8x1500x600",
-        "16x8x500x400",
-        "32x8x150x200",
-        "64x8x60x70",
-    ),
 }
 TAILED = ("grpo", "tail")
 _SIGMA = 0.8  # of the logarithm of lengths with a tail

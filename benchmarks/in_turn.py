@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import Any
 
 _LINES = 15  # of the log of a process that failed
-_GLANCE_S = 0.1  # from one look for the gate to the next
 
 
 def in_turn(
-    work: Callable[[Any], Iterator[Any]],
-    jobs: Mapping[str, Any],
-    logs: Path,
-    limit: float,
-    gate: Path | None = None,
+    work: Callable[[Any], Iterator[Any]], jobs: Mapping[str, Any], logs: Path, limit: float
 ) -> Iterator[tuple[str, Any]]:
     """Yield (name, result) of jobs in their order, each as soon as it is there.
 
@@ -44,8 +39,6 @@ def in_turn(
             if name not in ready:
                 processes[name].kill()
                 _report(name, f"was not ready after {limit:g} s or failed", logs)
-        while gate is not None and not gate.exists():
-            time.sleep(_GLANCE_S)
         for name in ready:
             connections[name].send(None)
             while (result := _received(connections[name])) is not None:

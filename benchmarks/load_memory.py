@@ -42,6 +42,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 
+SHAPE, LAYERS, VOCABULARY, RANK = "qwen3-32b", 4, 8192, 32
 _EVERY_S = 0.004
 _FIELDS = ("RssAnon", "RssFile")
 
@@ -77,14 +78,14 @@ class Watch:
         return (now[field] - self.before[field]) / 2**30
 
 
-def load(path: Path, base: str, rank: int) -> dict[str, Any]:
+def load(path: Path, base: str) -> dict[str, Any]:
     """Return the row of a directory that is loaded as a frozen base with an adapter.
 
     Args:
         base: The format of the base, "fp8" or "nvfp4".
     """
     config, plan = model_config(path), PrecisionPlan.preset("unified").replace(base=base)
-    adapter = Adapter.new(config, LoRA(rank, 32.0), seed=0)
+    adapter = Adapter.new(config, LoRA(RANK, 32.0), seed=0)
     torch.zeros(2**10).sum()  # starts the library's threads
     began = time.perf_counter()
     with Watch() as watch:
@@ -104,9 +105,9 @@ def load(path: Path, base: str, rank: int) -> dict[str, Any]:
     }
 
 
-def write_directory(path: Path, shape: str, layers: int, vocabulary: int) -> dict[str, Any]:
+def write_directory(path: Path) -> dict[str, Any]:
     """Write a model directory with random BF16 weights; return its sizes."""
-    raw = {**SHAPES[shape], "num_hidden_layers": layers, "vocab_size": vocabulary}
+    raw = {**SHAPES[SHAPE], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     config = ModelConfig.from_hf(raw)
     save_model(path, config, RandomWeights(config, 0), max_shard_bytes=2**30)
     files = sorted(path.glob("*.safetensors"))
@@ -121,28 +122,23 @@ def write_directory(path: Path, shape: str, layers: int, vocabulary: int) -> dic
 def main() -> None:
     """Write the directory, load it in each format in a process of its own, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-32b")
-    parser.add_argument("--layers", type=int, default=4, help="default 4")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens (default 8192)")
-    parser.add_argument("--rank", type=int, default=32, help="default 32")
     parser.add_argument("--out", default="build/bench/load_memory.json", type=Path)
     parser.add_argument("--load", nargs=2, metavar=("DIR", "BASE"), help="measure one, print JSON")
     args = parser.parse_args()
     if args.load:
-        print(json.dumps(load(Path(args.load[0]), args.load[1], args.rank)))
+        print(json.dumps(load(Path(args.load[0]), args.load[1])))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "base"
-        facts = write_directory(path, args.shape, args.layers, args.vocabulary)
+        facts = write_directory(path)
         rows = []
         for base in ("fp8", "nvfp4"):
-            command = [sys.executable, __file__, "--rank", str(args.rank)]
-            command += ["--load", str(path), base]
+            command = [sys.executable, __file__, "--load", str(path), base]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             rows.append(json.loads(out))
     print_table(rows)
-    sizes = {"shape": args.shape, "layers": args.layers, "vocabulary": args.vocabulary}
-    facts = {**sizes, "adapter_rank": args.rank, **facts}
+    sizes = {"shape": SHAPE, "layers": LAYERS, "vocabulary": VOCABULARY}
+    facts = {**sizes, "adapter_rank": RANK, **facts}
     command = "python -m benchmarks.load_memory"
     write_results(args.out, "load_memory", command, rows, **facts)
 

@@ -13,7 +13,7 @@ into the base's weights before these are rounded to FP8. For each deviation:
                       and the trainer, whose adapter stays apart; K3 KL; tokens that differ
     unmerged          the same with the adapter apart on both sides
 
-The decode step of both is timed at each --batch, on a GPU alone.
+The decode step of both is timed at each batch size, on a GPU alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from jetrl.precision.quantize import FP8_BLOCK, dequantize, quantize
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
 
+RANK, DEVIATIONS, BATCHES = 32, (1e-3, 4e-3, 2e-2), (8, 64, 256)
+_SEQUENCES, _TOKENS = 64, 256  # of a comparison
 _TEMPERATURE = 0.6
 _MEASURED_LINEARS = 28
 
@@ -105,9 +107,9 @@ def base_of(policy: Policy) -> RandomWeights:
     return RandomWeights(policy.config, 0, policy.device)
 
 
-def merged_weights(policy: Policy, rank: int) -> MergedWeights:
-    """Return the base's weights with the policy's adapter of a rank merged in."""
-    lora, masters = LoRA(rank, ALPHA), policy.master_weights()
+def merged_weights(policy: Policy) -> MergedWeights:
+    """Return the base's weights with the policy's adapter merged in."""
+    lora, masters = LoRA(RANK, ALPHA), policy.master_weights()
     return MergedWeights(policy.config, lora, base_of(policy), masters, policy.device)
 
 
@@ -118,11 +120,11 @@ def frozen(policy: Policy, weights: RandomWeights | MergedWeights) -> Policy:
 
 
 @torch.no_grad()
-def differences(sampler: Policy, trainer: Policy, sequences: int, tokens: int) -> Row:
+def differences(sampler: Policy, trainer: Policy) -> Row:
     """Return how far the log-probs of a sampler's tokens are from those of a trainer."""
-    prompts = np.random.default_rng(0).integers(0, sampler.config.vocab_size, (sequences, 64))
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, temperature=_TEMPERATURE)
-    engine = RolloutEngine(sampler, max_batch_size=sequences)
+    prompts = np.random.default_rng(0).integers(0, sampler.config.vocab_size, (_SEQUENCES, 64))
+    params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, seed=1, temperature=_TEMPERATURE)
+    engine = RolloutEngine(sampler, max_batch_size=_SEQUENCES)
     completions = engine.generate(prompts.tolist(), params)
     engine.free_cache()
     ours, theirs = [], []
@@ -140,24 +142,22 @@ def differences(sampler: Policy, trainer: Policy, sequences: int, tokens: int) -
     }
 
 
-def row_of(
-    policy: Policy, rank: int, deviation: float, batches: Sequence[int], load: tuple[int, int]
-) -> Row:
-    """Return the row of an adapter of a rank whose B has a standard deviation."""
+def row_of(policy: Policy, deviation: float, batches: Sequence[int]) -> Row:
+    """Return the row of an adapter whose B has a standard deviation."""
     begins(f"B with a deviation of {deviation:g}: what rounding leaves of it")
     set_deviation(policy, deviation)
-    merged = merged_weights(policy, rank)
+    merged = merged_weights(policy)
     losses = merging_losses(base_of(policy), merged)
     row: Row = {"deviation_of_b": deviation}
     for name, loss in losses.items():
         row |= {f"{name}_error": round(loss.error, 4), f"{name}_changed": round(loss.changed, 4)}
     begins("differences of log-probs")
     base = frozen(policy, base_of(policy))
-    row["effect"] = differences(base, policy, *load)
+    row["effect"] = differences(base, policy)
     del base
     whole = frozen(policy, merged)
-    row["merged"] = differences(whole, policy, *load)
-    row["unmerged"] = differences(policy, policy, *load)
+    row["merged"] = differences(whole, policy)
+    row["unmerged"] = differences(policy, policy)
     for batch in batches:
         begins(f"decode of {batch} sequences")
         times = {}
@@ -173,25 +173,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
-    parser.add_argument("--rank", type=int, default=32, help="default 32")
-    parser.add_argument("--deviations", nargs="+", type=float, default=[1e-3, 4e-3, 2e-2])
-    parser.add_argument("--batch", nargs="*", type=int, default=[8, 64, 256])
-    parser.add_argument("--sequences", type=int, default=64, help="of a comparison (default 64)")
-    parser.add_argument("--tokens", type=int, default=256, help="of each (default 256)")
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
     parser.add_argument("--out", default="build/bench/merging.json", help="JSON file")
     args = parser.parse_args(argv)
     on_gpu = args.device == "cuda"
-    policy = make_policy(args.shape, "unified", args.device, args.layers, adapter_rank=args.rank)
+    policy = make_policy(args.shape, "unified", args.device, args.layers, adapter_rank=RANK)
     rows: list[Row] = []
-    for index, deviation in enumerate(args.deviations):
-        batches = args.batch if on_gpu and index == 0 else []
-        load = (args.sequences, args.tokens)
-        rows.append({"shape": args.shape, **row_of(policy, args.rank, deviation, batches, load)})
+    for deviation in DEVIATIONS:
+        batches = BATCHES if on_gpu and not rows else ()
+        rows.append({"shape": args.shape, **row_of(policy, deviation, batches)})
         print_table(rows[-1:])
         if on_gpu:
             command = command_typed("python -m benchmarks.merging", argv)
-            write_results(args.out, "merging", command, rows, rank=args.rank)
+            write_results(args.out, "merging", command, rows, rank=RANK)
 
 
 if __name__ == "__main__":

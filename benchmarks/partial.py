@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.harness import (
-    LOADS,
+    Load,
     Row,
     add_shape_arguments,
     bench_parser,
     command_typed,
-    load_text,
     print_table,
     write_results,
 )
@@ -38,7 +37,7 @@ from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, SamplingParams
 
-_LOAD = load_text(LOADS["grpo"][0])
+_LOAD = Load(64, 8, 256, 8192, 1500)  # as `jetrl bench rollout --load grpo`
 
 
 def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: int) -> list[Row]:

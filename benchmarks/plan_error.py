@@ -85,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", action="append", required=True, help="PLAN [KEY=VALUE ...] [@DIR]")
     parser.add_argument("--text", type=Path, default=Path("data/gsm8k/test.jsonl"))
     parser.add_argument("--tokens", type=int, default=20480)
-    parser.add_argument("--gradients", type=int, default=SEQUENCES, help="sequences")
     parser.add_argument("--out", default="build/bench/plan_error.json")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in args.row:
         policy = policy_of(row, args.model, device)
         made: Row = {"plan": row.partition(" @")[0], **forward_errors(truth, policy, ids)}
-        if "@" not in row and args.gradients:
-            made |= gradients(truth, policy, ids[: args.gradients])
+        if "@" not in row:
+            made |= gradients(truth, policy, ids[:SEQUENCES])
         rows.append(made)
         del policy
     facts = {"model": Path(args.model).name, "tokens": ids.numel()}

@@ -336,16 +336,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_shape_arguments(parser)
     add_plan_argument(parser)
     add_adapter_argument(parser)
-    parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
-    parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
-    parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
+    parser.add_argument(
+        "--case", action="append", help="BxPxR, repeatable; default, without a load: 64x128x512"
+    )
     parser.add_argument("--load", choices=TAILED, help="lengths with a tail, instead of a case")
     parser.add_argument("--rounds", type=int, default=1, help="of each case (default 1)")
     parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
-    cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
+    cases = args.case or ([] if args.load else ["64x128x512"])
     command = command_typed("jetrl bench rollout", argv)
     plans, rows = plans_of(args), list[Row]()
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free

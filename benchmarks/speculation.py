@@ -2,16 +2,14 @@ r"""Speculation on one GPU: speed as a function of how many drafts are right, an
 
     jetrl bench speculation --shape qwen3-8b --load 8 --load 256 --out speculation.json
     jetrl bench speculation --load 64-part --right 0.5 --fixed 2x2 --fixed 4x4
-    jetrl bench speculation --load exact --mode text --right 0.7
 
 A case is PROMPTS x SAMPLES x PROMPT TOKENS x RESPONSE TOKENS, and may have a fifth number, the mean
 length of responses with a tail (`benchmarks.harness`); a load is one case by name, or several.
 Weights are random, so no text would be a good draft. The completions are drawn once with
 speculation off; then drafts are these completions, every token of which is wrong with the chosen
 chance. A chance of 0.5, 0.6 and 0.7 to be right brings 2.0, 2.5 and 3.3 tokens a forward where
-drafts may be long. Look-ups in text, which a run pays for, run as well, and with `--head` the
-guesses of a draft head. The mode is `auto`, which chooses the width of each step, or `text`, which
-always verifies; `--fixed` adds calls in which every forward verifies the same.
+drafts may be long. Look-ups in text, which a run pays for, run as well. The mode is `auto`, which
+chooses the width of each step; `--fixed` adds calls in which every forward verifies the same.
 
 Seconds are of whole calls without the capture of graphs; `decode_s` also leaves the prompts out.
 `widths` of the JSON says for each size of forward, SEQUENCES/MOST/ROWS, how many ran, their
@@ -22,7 +20,7 @@ tokens and log-probs are compared with those of the call without speculation, as
 
 The JSON is written after each call, so that a benchmark that is cut keeps its rows. On one H200, at
 the shape of qwen3-8b, a load is expected to take, with S shares: 8 about 8 + 2 S seconds, 256 about
-40 + 18 S, tail 25 + 10 S, 64-part 28 + 10 S, 64 about 70 + 50 S, grpo 60 + 45 S, exact 40 + 40 S.
+40 + 18 S, tail 25 + 10 S, 64-part 28 + 10 S, 64 about 70 + 50 S, grpo 60 + 45 S.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ from benchmarks.parity import make_policy
 from torch import Tensor
 
 from jetrl.kernels.decode_state import MAX_DRAFT, UNKNOWN, DecodeState, Drafts
-from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.engine import RolloutEngine
@@ -73,13 +70,11 @@ class Drafting:
 
     Attributes:
         shares: The chances of a drafted token to be right.
-        head: A draft head that is asked as well; None: without.
         mode: "auto", or "text" to verify drafts in every forward.
         fixed: (most tokens, share of rows) of further calls, whose forwards all verify the same.
     """
 
     shares: Sequence[float]
-    head: DraftHead | None = None
     mode: str = "auto"
     fixed: Sequence[tuple[int, float]] = ()
 
@@ -111,7 +106,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Ro
     for most, share in [(0, 0.0), *drafting.fixed]:
         engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
         slots = (count, engine.max_model_len, policy.device)
-        drafts = KnownDrafts(*slots, drafting.head, drafting.mode)
+        drafts = KnownDrafts(*slots, drafting.mode)
         if most:
             drafts.widths = FixedWidth(most, share)
         engine.use_drafts(drafts)
@@ -203,22 +198,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--fixed", action="append", help="MOSTxSHARE, repeatable: calls of this width as well"
     )
-    parser.add_argument("--mode", choices=("auto", "text"), default="auto")
     parser.add_argument(
         "--out", default="build/bench/speculation.json", type=Path, help="JSON file"
     )
-    parser.add_argument("--head", action="store_true", help="ask a draft head of 3 tokens as well")
     args = parser.parse_args(argv)
     shares = args.right or [0.5, 0.6, 0.7]
     cases = [*(args.case or []), *(case for name in args.load or [] for case in LOADS[name])]
     policy = make_policy(args.shape, args.plan, args.device, args.layers, speculation=True)
-    head = DraftHead(policy, 3, 0) if args.head else None
-    if head is not None:
-        head.trained = True
     fixed = [(int(m), float(s)) for m, s in (one.split("x") for one in args.fixed or [])]
-    drafting = Drafting(shares, head, args.mode, fixed)
+    drafting = Drafting(shares, fixed=fixed)
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
-    model |= {"draft_head": True} if args.head else {}
     command = command_typed("jetrl bench speculation", argv)
     rows: list[Row] = []
     for case in cases or ["1x8x128x1024"]:
@@ -276,14 +265,9 @@ class KnownDrafts(Speculation):
     """
 
     def __init__(
-        self,
-        slots: int,
-        max_model_len: int,
-        device: torch.device,
-        head: DraftHead | None = None,
-        mode: str = "auto",
+        self, slots: int, max_model_len: int, device: torch.device, mode: str = "auto"
     ) -> None:
-        super().__init__(mode, slots, max_model_len, device, head)
+        super().__init__(mode, slots, max_model_len, device)
         self.spent: defaultdict[tuple[int, int, int], Spent] = defaultdict(Spent)
         # The token of each position, of each slot's sequence, with room for a draft behind the
         # last; and how many are known from a position on, up to the longest draft.

@@ -60,7 +60,6 @@ class Setup:
         shape: The name of the model's shape.
         drafts: The name of its way to speculate; "off": none.
         max_num_seqs: The most sequences at once; None: all.
-        beside: Whether other programs use the GPU while the engine starts.
     """
 
     shape: str
@@ -70,7 +69,6 @@ class Setup:
     kv_cache_dtype: str
     max_num_seqs: int | None
     engines: int
-    beside: bool = False
 
     @property
     def name(self) -> str:
@@ -133,7 +131,7 @@ def settings(setup: Setup) -> dict[str, Any]:
         "kv_cache_dtype": setup.kv_cache_dtype,
         "max_model_len": load.length,
         "max_num_seqs": setup.max_num_seqs or len(lengths),
-        "gpu_memory_utilization": 0.9 / (setup.engines + 3 * setup.beside),
+        "gpu_memory_utilization": 0.9 / setup.engines,
         "enable_prefix_caching": True,
     }
     if setup.drafts != "off":
@@ -141,7 +139,7 @@ def settings(setup: Setup) -> dict[str, Any]:
             "num_speculative_tokens": DRAFT_TOKENS,
             **DRAFTS[setup.drafts],
         }
-    if setup.engines > 1 or setup.beside:
+    if setup.engines > 1:
         # What is free while others start says nothing of what is left for this one.
         held = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         held *= 2 if setup.kv_cache_dtype == "auto" else 1

@@ -33,8 +33,6 @@ odds of `jetrl bench speculation --right 0.6`, though there the tokens are the m
 
 Several --quantization start side by side on one GPU, each in a process with memory for this load
 alone, and are timed in turn when all have started. An engine that waits for its turn does nothing.
-With `--wait-for FILE` the first turn comes when that file is there: so that another program may
-have the GPU, and make the file at its end, while the engines start.
 """
 
 from __future__ import annotations
@@ -88,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--kv-cache-dtype", choices=["fp8", "auto"], help="default: fp8, but auto (BF16) for none"
     )
     parser.add_argument("--max-num-seqs", type=int, help="at once (default: all)")
-    parser.add_argument(
-        "--wait-for", type=Path, metavar="FILE", help="measure once this file is there"
-    )
     parser.add_argument("--start-limit", type=float, default=600, help="seconds (default 600)")
     parser.add_argument(
         "--out", default="build/bench/rollout_vllm.json", type=Path, help="JSON file"
@@ -102,15 +97,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     jobs = {}
     for quantization, drafts in engines:
         kv = args.kv_cache_dtype or ("auto" if quantization == "none" else "fp8")
-        sizes = kv, args.max_num_seqs, len(engines), args.wait_for is not None
-        setup = Setup(args.shape, args.load, quantization, drafts, *sizes)
+        setup = Setup(
+            args.shape, args.load, quantization, drafts, kv, args.max_num_seqs, len(engines)
+        )
         jobs[setup.name] = setup
     copy_bandwidth()  # which the results have, measured while memory is free
     torch.cuda.empty_cache()
     rows: list[Row] = []
     vllm = importlib.metadata.version("vllm")
     logs = args.out.parent / "vllm-logs"
-    turns = in_turn(measure, jobs, logs, args.start_limit, args.wait_for)
+    turns = in_turn(measure, jobs, logs, args.start_limit)
     with contextlib.closing(turns) as results:
         for _, row in results:
             rows.append(row)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 MODEL = Path(__file__).resolve().parent / "models" / "5m.json"
 ROUNDS, MAX_TOKENS = 4, 144
+LEAST, MOST = 0.2, 0.8  # pass rates
 TRAINING = [
     "precision.preset=bf16",
     "precision.bf16_rounding=nearest",
@@ -57,10 +58,10 @@ def train_start(out: Path, device: str, more: Sequence[str]) -> None:
     jetrl("sft", str(recipe), *words, "--out", str(out / "start"))
 
 
-def draw_completions(out: Path, device: str, prompts: int, samples: int) -> None:
+def draw_completions(out: Path, device: str) -> None:
     """Write the start model's completions of training prompts to OUT/completions.json."""
     words = ["--task", "program", "--split", "train", "--option", f"rounds={ROUNDS}"]
-    words += ["--prompts", str(prompts), "--samples", str(samples), "--temperature", "1.0"]
+    words += ["--prompts", "512", "--samples", "32", "--temperature", "1.0"]
     words += ["--max-tokens", str(MAX_TOKENS), "--plan", "bf16"]
     words += ["--device", device, "--json"]
     printed = jetrl("eval", str(out / "start"), *words)
@@ -89,21 +90,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("studies/sanity"), help="folder")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--prompts", type=int, default=512, help="training prompts to look at")
-    parser.add_argument("--samples", type=int, default=32, help="completions of each")
-    parser.add_argument("--least", type=float, default=0.2, help="pass rate at least")
-    parser.add_argument("--most", type=float, default=0.8, help="pass rate at most")
     parser.add_argument("more", nargs="*", metavar="KEY=VALUE", help="settings of the training")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "start" / "config.json").is_file():
         train_start(args.out, args.device, args.more)
     if not (args.out / "completions.json").is_file():
-        draw_completions(args.out, args.device, args.prompts, args.samples)
+        draw_completions(args.out, args.device)
     rates = pass_rates(args.out / "completions.json")
-    chosen = {prompt: rate for prompt, rate in rates.items() if args.least <= rate <= args.most}
+    chosen = {prompt: rate for prompt, rate in rates.items() if LEAST <= rate <= MOST}
     if not chosen:
-        sys.exit(f"none of {len(rates)} prompts has a pass rate from {args.least} to {args.most}")
+        sys.exit(f"none of {len(rates)} prompts has a pass rate from {LEAST} to {MOST}")
     lines = [json.dumps({"id": prompt, "rate": round(rate, 4)}) for prompt, rate in chosen.items()]
     (args.out / "set.jsonl").write_text("\n".join(lines) + "\n")
     mean = sum(chosen.values()) / len(chosen)

@@ -28,6 +28,8 @@ from benchmarks.study.tables import shown_interval, shown_p
 
 from jetrl.errors import UserError
 
+MARGIN = 0.01  # as study.margin
+
 
 def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResult]]:
     """Yield the two runs of each grid point and seed that both arms have.
@@ -70,14 +72,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("pairs", nargs="+", metavar="FILE:ARM:ARM")
     parser.add_argument("--point", action="append", default=[], help="count only this grid point")
     parser.add_argument("--common", action="store_true", help="in the precision of the study")
-    parser.add_argument("--margin", type=float, default=0.01, help="as study.margin")
     args = parser.parse_args(words)
     runs = [pair for word in args.pairs for pair in pairs(word, args.point)]
     if not runs:
         parser.error(f"no pair of runs at {', '.join(args.point) or 'any point'}")
     found = [difference(*pair, args.common) for pair in runs]
     differences = [value for value, _ in found]
-    result = compare(differences, args.margin, 0.95)
+    result = compare(differences, MARGIN, 0.95)
     estimate, low, high = (100 * value for value in rank_estimate(differences))
     starts = len({run.start_sha256 for run, _ in runs})
     print(
@@ -87,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
         f"mean {shown_interval(result.difference, signed=True)}, "
         f"below in {sum(value < 0 for value in differences)}; "
         f"signed ranks p {shown_p(result.rank_p)}, "
-        f"within {100 * args.margin:g}% p {shown_p(result.equivalence_p)}"
+        f"within {100 * MARGIN:g}% p {shown_p(result.equivalence_p)}"
     )
 
 

@@ -3,11 +3,11 @@
     python -m benchmarks.study.setbacks benchmarks/results/study/flows.json ...
 
 A run's *fall* is the most that its held-out accuracy loses between an evaluation and a later one.
-Its K3 KL *rises* where two kept values in a row are above `--rise` times the median of all before
+Its K3 KL *rises* where two kept values in a row are above three times the median of all before
 them, of which there must be four. Its reward *collapses* by the rule by which a run warns of it
 (docs/numbers.md), here on the kept values, each a mean over some steps. From committed results
 alone, in seconds: a line for each grid point and arm, which names the runs that fell by more than
-`--fall`; then how many of the runs that were lost, and of the others, each sign marked.
+ten points; then how many of the runs that were lost, and of the others, each sign marked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.study.results import Curves, RunResult, read_results
 
 from jetrl.runs.anomalies import ENOUGH, RECENT, WINDOW, reward_collapses
 
+FALL, RISE = 0.1, 3.0  # a fall that is named; times the median of values before
 _LEAST = 4  # kept values of the K3 KL before the first that may be a rise
 _ENDS = ("collapsed", "behind", "others")
 
@@ -46,7 +47,7 @@ class Setback:
     collapse: int | None
 
 
-def setback(run: RunResult, times: float) -> Setback:
+def setback(run: RunResult) -> Setback:
     """Return the setback of a run."""
     best = fall = 0.0
     for value in run.held_out.values.get("mean", []):
@@ -54,17 +55,17 @@ def setback(run: RunResult, times: float) -> Setback:
             best = max(best, value)
             fall = max(fall, best - value)
     has_mismatch = any(run.curves.values.get(MISMATCH, []))
-    rise, collapse = _rise(run.curves, times), _reward_collapse(run.curves)
+    rise, collapse = _rise(run.curves), _reward_collapse(run.curves)
     return Setback(run.name, fall, rise, has_mismatch, collapse)
 
 
-def _rise(curves: Curves, times: float) -> int | None:
+def _rise(curves: Curves) -> int | None:
     """Return the step of the first of two values in a row that are far above those before."""
     pairs = zip(curves.steps, curves.values.get(MISMATCH, []), strict=False)
     kept = [(step, value) for step, value in pairs if value is not None]
     values = [value for _, value in kept]
     for i in range(_LEAST, len(kept) - 1):
-        if min(values[i : i + 2]) > times * median(values[:i]) > 0:
+        if min(values[i : i + 2]) > RISE * median(values[:i]) > 0:
             return kept[i][0]
     return None
 
@@ -98,14 +99,14 @@ def _marked(steps: list[int | None]) -> str:
     return f"{sum(step is not None for step in steps)} of {len(steps)}"
 
 
-def table(setbacks: dict[tuple[str, str], list[Setback]], fall: float) -> str:
+def table(setbacks: dict[tuple[str, str], list[Setback]]) -> str:
     """Return a Markdown table of setbacks."""
     lines = [
         "| point | arm | runs | largest fall | K3 KL rises in | far falls, step of the rise |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for (point, arm), own in setbacks.items():
-        far = [one for one in own if one.fall > fall]
+        far = [one for one in own if one.fall > FALL]
         named = "; ".join(
             f"{one.name}: {100 * one.fall:.0f} points, {one.rise or 'never'}" for one in far
         )
@@ -123,8 +124,6 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="results files of studies")
-    parser.add_argument("--fall", type=float, default=0.1, help="name runs that fell by more")
-    parser.add_argument("--rise", type=float, default=3.0, help="times the median before")
     args = parser.parse_args(words)
     setbacks: dict[tuple[str, str], list[Setback]] = {}
     ends: dict[str, list[Setback]] = {end: [] for end in _ENDS}
@@ -133,10 +132,10 @@ def main(words: Sequence[str] | None = None) -> None:
         lost = lost_names(definition_of(results.definition, path), [*results.runs.values()])
         for run in results.runs.values():
             place = (f"{path.stem}: {point_name(run.point)}", run.arm)
-            one = setback(run, args.rise)
+            one = setback(run)
             setbacks.setdefault(place, []).append(one)
             ends[lost.get(run.name, "others")].append(one)
-    print(table(setbacks, args.fall), signs(ends), sep="\n\n")
+    print(table(setbacks), signs(ends), sep="\n\n")
 
 
 if __name__ == "__main__":
