@@ -1,12 +1,11 @@
 """What a format of keys and values costs in accuracy, for docs/benchmarks.md.
 
-    python -m benchmarks.kv_formats --out build/kv_formats      all models: an hour on one core
+    python -m benchmarks.kv_formats --out build/kv_formats      all models, on one core
     python -m benchmarks.kv_formats --out build/kv_formats --only sums-64 --seeds 0
 
-Small models are trained by supervised training in FP32, with heads of 64 and of 128 channels: on
-the demo's sums without their mistakes (answers of four tokens), and on running sums of 16 digits
-(answers of 17 tokens, each made of two digits that lie 17 tokens apart). A model that is in the
-folder is neither trained nor measured again. Each then gives the log-probs of its own held-out
+Small models are trained by supervised training in FP32, with heads of 64 and of 128 channels, on
+the demo's sums without their mistakes (answers of four tokens). A model that is in the folder is
+neither trained nor measured again. Each then gives the log-probs of its own held-out
 completions, drawn with BF16 keys and values, under every format of keys and values, with the
 linears of `unified` and of `bf16`.
 
@@ -21,8 +20,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,67 +31,15 @@ import jetrl
 from jetrl.precision import PrecisionPlan
 from jetrl.session.sampling import encode_prompts
 from jetrl.tasks import Task, get_task
-from jetrl.types import Prompt, SamplingParams
+from jetrl.types import SamplingParams
 
 FORMATS = ["fp8", "int8", "int8+fp8", "fp8+int8"]
 LINEARS = ["unified", "bf16"]
 PROMPTS, SAMPLES = 180, 4  # all of the demo's held-out sums
 
 
-class RunningSums(Task):
-    """The running sums of random digits, modulo ten: `5393=` is to be answered with `5870`."""
-
-    name = "running-sums"
-    stop = ("\n",)
-    alphabet = "0123456789="
-
-    def __init__(self, digits: int = 16, size: int = 20_000) -> None:
-        self.digits, self.size = digits, size
-
-    def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return the prompts of a split; so many digits do not come twice."""
-        self.check_split(split)
-        draw = random.Random(0)
-        texts = ["".join(draw.choices("0123456789", k=self.digits)) for _ in range(self.size)]
-        chosen = texts[: self.size // 10] if split == "test" else texts[self.size // 10 :]
-        return [self._prompt(text) for text in chosen]
-
-    def _prompt(self, text: str) -> Prompt:
-        sums = itertools.accumulate(map(int, text))
-        return Prompt(id=text, text=f"{text}=", answer="".join(str(n % 10) for n in sums))
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        """Return the share of right digits."""
-        answer = prompt.answer or ""
-        right = sum(a == b for a, b in zip(completion, answer, strict=False))
-        return right / max(len(answer), len(completion))
-
-    def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the right answer."""
-        return prompt.answer
-
-
-RUNNING_SUMS = [
-    f"task.name={Path(__file__).resolve()}:RunningSums",
-    "task.workers=0",
-    "precision.preset=fp32",
-    "rollout.max_tokens=40",
-    "sft.steps=3000",
-    "sft.until=0.9",
-    "sft.check_every=100",
-    "sft.examples_per_step=64",
-    "sft.lr=1e-3",
-    "loop.steps=0",
-    "eval.prompts=50",
-    "eval.samples=1",
-]
 SUMS = ["task.options.mistakes=0.0", "precision.preset=fp32", "sft.until=0.8", "loop.steps=0"]
-MODELS: dict[str, list[str]] = {
-    "sums-64": SUMS,
-    "sums-128": [*SUMS, "model.config.head_dim=128"],
-    "running-64": RUNNING_SUMS,
-    "running-128": [*RUNNING_SUMS, "model.config.head_dim=128"],
-}
+MODELS: dict[str, list[str]] = {"sums-64": SUMS, "sums-128": [*SUMS, "model.config.head_dim=128"]}
 
 
 def trained(name: str, seed: int, folder: Path) -> Path:
@@ -139,7 +84,7 @@ def rows_of(name: str, seed: int, folder: Path) -> list[dict[str, Any]]:
     if kept.is_file():
         return list(json.loads(kept.read_text(encoding="utf-8")))
     model = trained(name, seed, folder)
-    task = RunningSums() if name.startswith("running") else demo_task()
+    task = demo_task()
     rows = []
     for linears in LINEARS:
         plan = PrecisionPlan.preset(linears).replace(kv="bf16")
