@@ -1,15 +1,15 @@
-r"""Reading the answer that a text gives, and comparing it with the right one.
+r"""Extraction of answers from text, and comparison with the correct answer.
 
 A completion's answer is the last one marked by `#### 18` or `\boxed{18}`, else (unless `strict`)
-its last number. Thoughts hold no answer (thoughts.py). A marked answer without a value is wrong.
-`gold_answer` reads the right answer by the same rules. Only what does not change the value is
-removed (docs/tasks.md): a unit after a number goes; a word before or between numbers, a function, a
-constant and a second value stay, and make the answer wrong.
+its last number. Reasoning is ignored (thoughts.py). A marked answer without a value is wrong.
+`gold_answer` reads the correct answer by the same rules. Normalization never changes the value
+(docs/tasks.md): a unit after a number is removed; a word before or between numbers, a function, a
+constant or a second value is kept and makes the answer wrong.
 
-math-verify compares numbers by 6 decimals and equations by the solutions that it finds, so to it
-all tiny numbers are equal, and all equations without a solution. Its "yes" is overruled if two
-numbers differ by more than RELATIVE, or two equations without a solution differ in their sides. Its
-time limits are off: they use signals, which give wrong answers in threads.
+math-verify compares numbers to 6 decimals and equations by their solutions, so it treats all tiny
+numbers as equal, and all equations without a solution. Its "yes" is overruled if two numbers differ
+by more than RELATIVE, or if the sides of two equations without a solution differ. Its time limits
+are disabled: they use signals, which give wrong results in threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jetrl.types import Score
 
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{2}){1,4},[0-9]{3}|(?:,[0-9]{3})+)(?![0-9])|[0-9]+)"
 _TIMES_TEN = r"[ ]?(?:\\times|\\cdot|[\u00d7\u00b7*x])[ ]{0,2}10[ ]?\^[ ]?"
-_POWER = (  # of ten, as in 1e6 and 1.6 \times 10^{-19}
+_POWER = (  # powers of ten, as in 1e6 and 1.6 \times 10^{-19}
     r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z])"
     rf"|{_TIMES_TEN}(?:[-+]?[0-9]{{1,2}}(?![0-9])|\{{[-+]?[0-9]{{1,2}}\}}|\([-+]?[0-9]{{1,2}}\)))"
 )
@@ -41,12 +41,12 @@ SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10*
 SCALE_FOLLOWS = re.compile(rf"[ ]?({'|'.join(SCALES)})(?![A-Za-z])")
 _DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}?)"
 _MIXED = r"[0-9]{1,9}[ ][0-9]{1,9}/[0-9]{1,9}(?![0-9/]|[.,][0-9])"  # 2 1/3
-# A sign belongs to a number unless it stands between two operands, as in 10-5 and x-5.
+# A sign belongs to a number unless it is between two operands, as in 10-5 and x-5.
 NUMBER = re.compile(
     rf"(?:(?<![\w).%])-[ ]?)?\$?[ ]?(?:(?<=\$)-)?(?:{_MIXED}|{_DECIMAL}(?:[ ]?/[ ]?{_DECIMAL})?)"
 )
-# Letters that stand for a variable if it follows a number: 18x, 3xy, 2ab. The others are units
-# (18 m, 18 g, 18 L), and so is every longer word without a value of its own.
+# Letters that are variables after a number: 18x, 3xy, 2ab. Other letters are units (18 m, 18 g, 18
+# L), as is every longer word without its own value.
 _VARIABLES = (
     r"(?:[xyz]{1,3}|x[a-z]|[a-z][xy]|ab|abc|bc|ac|[abceijnpqrtuvw\u03c0\u03b8])(?![A-Za-z])"
 )
@@ -73,7 +73,8 @@ _UNITS = (
 )
 _ONE_NUMBER = re.compile(rf"({NUMBER.pattern}){_UNITS}")
 VARIABLE_FOLLOWS = re.compile(rf"{_VARIABLES}(?![\w\u00b7])")
-# Behind a number that is only the start of an answer: `18\pi`, `2^5`, `9+9`, `5, 6`, `5 or six`.
+# What follows a number that is only the start of an answer: `18\pi`, `2^5`, `9+9`, `5, 6`, `5 or
+# six`.
 MORE_FOLLOWS = re.compile(
     r"!|[ ]?(?:\^(?!\{?\\circ)|\\(?!(?:text|mathrm|mbox|degree)(?![a-z]))[a-zA-Z]|\.[0-9])"
     r"|[ ]*(?:[-+*/:;,\u00d7\u00f7]|and\b|to\b)[ ]*[($]*[-+]?\.?[0-9\\]|[ ]+[0-9]|.*\bn?or\b"
@@ -86,13 +87,13 @@ _PERCENT_ENDS = re.compile(
 
 
 def _read_number(text: str) -> str | None:
-    """Return the plain form of a text that is one number, with or without a unit; else None."""
+    """Return the normalized form if the text is one number, with or without unit; else None."""
     match = _ONE_NUMBER.fullmatch(text)
     return _plain_number(match.group(1)) if match else None
 
 
 def _plain_number(number: str) -> str:
-    """Return a number that `NUMBER` matched as digits only: `-1200.5`, `7/3`, `0.0025`."""
+    """Return a number matched by `NUMBER` in plain digits: `-1200.5`, `7/3`, `0.0025`."""
     mixed = re.fullmatch(rf"(-?)({_MIXED})", number.replace("$", "").strip())
     if mixed:
         whole, above, below = re.split("[ /]", mixed[2])
@@ -100,25 +101,25 @@ def _plain_number(number: str) -> str:
     number = re.sub(_TIMES_TEN, "e", number)
     for character in "$, {}()":
         number = number.replace(character, "")
-    if "e" in number.lower():  # written out, for what reads a product with e into it
+    if "e" in number.lower():  # written out, since `e` could be read as a factor
         number = "/".join(format(Decimal(part), "f") for part in number.split("/"))
     return number
 
 
 def _without_percent(text: str) -> tuple[str, bool]:
-    """Return a text without the percent sign or word at its end, and whether there was one."""
+    """Return a text without a trailing percent sign or word, and True if there was one."""
     match = _PERCENT_ENDS.search(text)
     return (text[: match.start()], True) if match else (text, False)
 
 
-# A number, LaTeX or a tuple follows; so `#### Step 2` and `#### (1) Add` are headings.
+# Must be followed by a number, LaTeX or a tuple; `#### Step 2` and `#### (1) Add` are headings.
 _MARKER = re.compile(r"####[ \t*_]*(?=[-+$.0-9]|\\(?!text)[a-zA-Z{]|[(\[][-+$.0-9\\][^\n]{0,99},)")
 _BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|({NUMBER.pattern}|[A-Za-z](?!\w)))")
 # Between two boxes of one answer: `$\boxed{1}$ or $x = \boxed{5}$`.
 _JOINS = re.compile(
     r"[\s$]*(?:[,;]|,?\s*\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\})[\s$]*(?:[a-z]\s*=\s*)?"
 )
-# What programs and people write where there is no answer.
+# Placeholders for a missing answer.
 _NOTHING = {
     *("nan", "NaN", "NAN", "-nan", "-NaN", "null", "NULL", "None", "NA", "N/A", "n/a", "#N/A"),
     *("#REF!", "#VALUE!", "#NAME?", "#NUM!", "#NULL!", "#DIV/0!", "TBD", "tbd", "TODO", "todo"),
@@ -126,12 +127,12 @@ _NOTHING = {
 _SAID = re.compile(r"(?i:\banswer)[*\s]*(?:is|:|=)[*:\s]*(.+)")
 _PROSE = re.compile(r"\s*[A-Za-z]+[ ,]+[A-Za-z]{2,}[^0-9]*[0-9]")  # words before the first number
 
-# Characters and spaces, in the whole text. U+2009 stands for every space that may be in a number.
+# Character normalization. U+2009 stands for every kind of space inside a number.
 _CHARACTERS = {
     **{0xFF01 + n: 0x21 + n for n in range(94)},  # full-width ASCII
     **{0x1D7CE + n: 0x30 + n % 10 for n in range(50)},  # bold digits and the like
     **dict.fromkeys([*range(0x2000, 0x200A), 0xA0, 0x202F, 0x205F, 0x3000], "\u2009"),
-    **dict.fromkeys([*range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # of no width
+    **dict.fromkeys([*range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # zero-width characters
     **dict.fromkeys([*range(0x2010, 0x2014), 0x2212], "-"),
     **dict.fromkeys(map(ord, "\u20ac\u00a3\u00a5\u20b9\u20a9\uffe5"), "$"),
 }
@@ -150,7 +151,7 @@ _SYMBOLS = {
     "\u221e": "\\infty ", "\u2208": "\\in ", "\u00b7": "\\cdot ", "\u221a": "\\sqrt ",
     "\u00b0": "^\\circ", "\\varnothing": "\\emptyset ",
 }  # fmt: skip
-# How an answer looks, in the order of the replacements.
+# Formatting, in order of replacement.
 _DRESS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (_RAISED.pattern, lambda m: f"^{{{_compatible(m[0])}}}"),
     ("[\u221e\u2208\u00b7\u221a\u00b0]|\\\\varnothing", lambda m: _SYMBOLS[m[0]]),
@@ -181,7 +182,7 @@ _UNIT_ENDS = re.compile(
     rf"\s+(?:[kcm]m|kg|ft|in|{UNIT}(?<=[a-z]{{4}})))(?=\s*(?:$|[,;)]|\\\}}))"
 )
 _OTHER_WORDS = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}")
-# Dates and ranges, which are no differences and quotients: 2024-03-01, 3/14/2024, 10-12, 3 to 5.
+# Dates and ranges, which are not differences or quotients: 2024-03-01, 3/14/2024, 10-12, 3 to 5.
 _PART = r"\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9])%?"
 _LITERAL = re.compile(
     rf"(?<![\w.,/^-])(?:{_PART}(?:[ ]*-{{1,3}}[ ]*{_PART})+|{_PART}[ ]+to[ ]+{_PART}"
@@ -195,10 +196,10 @@ _GAP = re.compile(r"(?<![_^0-9.])[0-9.]+(?:\s+[0-9.]|\s*\\[lc]?dots)|[0-9]\.[0-9
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer that a text gives: a plain number such as `-1200.5` or `1/2`, or else LaTeX.
+    """An extracted answer: a plain number such as `-1200.5` or `1/2`, or else LaTeX.
 
-    `text` is "" without a value; `scaled` is the number times the `million` or the like after it,
-    `name` the variable in front of its equals sign.
+    `text` is "" if there is no value; `scaled` is the number times a following `million` etc.;
+    `name` is the variable before its equals sign.
     """
 
     text: str
@@ -210,7 +211,7 @@ class Answer:
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
-    """Return the answer that a completion gives behind its thoughts; None if it gives none."""
+    """Return the answer of a completion, ignoring reasoning; None if it gives none."""
     text = _clean(answer_part(text) or "")
     boxes = list(_BOX.finditer(text))
     markers = list(_MARKER.finditer(text))
@@ -229,16 +230,16 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
 
 
 def is_nothing(answer: str) -> bool:
-    """Return whether a data set's answer stands for a missing one: "", `nan`, `#N/A`, `?`."""
+    """Return True if a data set's answer is a placeholder: "", `nan`, `#N/A`, `?`."""
     bare = answer.strip()
     return not bare.strip("?\uff1f") or bare.rstrip(".").strip("()[]<>") in _NOTHING
 
 
 def gold_answer(text: str) -> str:
-    """Return the answer that a data set's text gives; "" if it cannot be read.
+    """Return the answer of a data set's text; "" if it cannot be read.
 
-    It is the marked answer, or what follows the last `answer is` or `Answer:`, or the whole text:
-    a plain number, one with a percent sign, or LaTeX.
+    The answer is the marked one, or the text after the last `answer is` or `Answer:`, or the whole
+    text: a plain number, one with a percent sign, or LaTeX.
     """
     text = answer_part(text) or ""
     answer = final_answer(text, strict=True)
@@ -263,7 +264,7 @@ def gold_answer(text: str) -> str:
 
 
 def answer_key(completion: str, strict: bool = False) -> str | None:
-    """Return a completion's answer, equal for equal numbers; None if it gives none."""
+    """Return a completion's answer in canonical form; None if it gives none."""
     answer = final_answer(completion, strict)
     if answer is None or not answer.text:
         return None
@@ -274,13 +275,13 @@ def answer_key(completion: str, strict: bool = False) -> str | None:
 
 
 def _is_right(gold: str, answer: Answer) -> bool:
-    """Return whether an answer has the value of `gold`, which `gold_answer` made."""
+    """Return True if an answer has the value of `gold`, from `gold_answer`."""
     number, percent = _without_percent(gold)
     literal, name = _literal(number), _name(gold)
     if literal:
         return literal in (_literal(answer.box), _literal(answer.text))
     if name and answer.name and name.casefold() != answer.name.casefold():
-        return same_value(gold, answer.box)  # two equations, which may still agree
+        return same_value(gold, answer.box)  # two equations may still agree
     forms = [answer.text] if NUMBER.fullmatch(number) else [answer.box, answer.text]
     if any(same_value(number, form) for form in dict.fromkeys([*forms, answer.scaled])):
         return True
@@ -292,7 +293,7 @@ def _is_right(gold: str, answer: Answer) -> bool:
 
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
-    """Score a completion: 1 if its answer has the value of the right one."""
+    """Score a completion: 1 if its answer equals the correct one, else 0."""
     answer, right = final_answer(completion, strict=strict), gold_answer(gold)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
@@ -302,7 +303,7 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
 
 
 def _literal(text: str) -> tuple[object, ...] | None:
-    """Return the separator and the numbers of a date or a range; None for other texts."""
+    """Return the separator and numbers of a date or range; None for other texts."""
     text = _WORDS.sub(r"\1", text).strip()
     if not _LITERAL.fullmatch(text):
         return None
@@ -311,14 +312,14 @@ def _literal(text: str) -> tuple[object, ...] | None:
 
 
 def _last_literal(completion: str) -> str:
-    """Return the date or range that a completion's last number is part of, else ""."""
+    """Return the date or range that contains a completion's last number, else ""."""
     text = _clean(answer_part(completion) or "")
     last = deque(_LITERAL.finditer(text), maxlen=1)
     return last[0][0] if last and not NUMBER.search(text, last[0].end()) else ""
 
 
 def _name(equation: str) -> str:
-    r"""Return the variable in front of the only equals sign: x, x_1, \theta; else ""."""
+    r"""Return the variable before the only equals sign: x, x_1, \theta; else ""."""
     named = _NAMED.fullmatch(equation)
     return re.sub(r"[\s{}]", "", named[1]) if named else ""
 
@@ -337,7 +338,7 @@ def _hundredth(number: str) -> str:
 
 
 def _of_line(line: str) -> Answer:
-    """Read a line after `####`: its first number, if no more follows."""
+    """Read a line after `####`: its first number, if it has only one."""
     line = _undressed(line[: 2 * MAX_LENGTH])
     equation = _EQUATION.match(line)
     number = NUMBER.match(line, equation.end() if equation else 0)
@@ -361,7 +362,7 @@ def _of_box(content: str) -> Answer:
 def _with_what_follows(
     text: str, number: re.Match[str], marked: bool, percent: bool = False
 ) -> Answer:
-    """Return a number in a text as an answer, with the word or percent sign after it."""
+    """Return a number in a text as an answer, including a following word or percent sign."""
     variable = VARIABLE_FOLLOWS.match(text, number.end())
     if variable:
         return Answer(text[number.start() : variable.end()].strip(" $"), marked)
@@ -373,7 +374,7 @@ def _with_what_follows(
 
 
 def _clean(text: str) -> str:
-    """Return a text with one form of equal characters and no spaces in numbers."""
+    """Return a text with equivalent characters unified and spaces inside numbers removed."""
     text = text.translate(_CHARACTERS)
     for written, meant in _NOISE:
         text = text.replace(written, meant)
@@ -384,12 +385,12 @@ def _clean(text: str) -> str:
 
 
 def _compatible(text: str) -> str:
-    """Return fractions and raised digits of one character as ASCII."""
+    """Return single-character fractions and superscript digits as ASCII."""
     return unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
 
 
 def _held(text: str, boxes: list[re.Match[str]]) -> str:
-    """Return the content of the last box and of those joined to it."""
+    """Return the content of the last box, joined with boxes of the same answer."""
     held: list[str] = []
     next_start = 0
     for box in reversed(boxes):
@@ -412,7 +413,7 @@ def _braced(text: str, start: int) -> tuple[str, int]:
 
 
 def _undressed(content: str) -> str:
-    """Remove colors, fonts and spaces."""
+    """Remove colors, fonts and spacing."""
     for pattern, meant in _DRESS:
         content = re.sub(pattern, meant, content)
     content = content.strip(" \n\t$*")
@@ -429,7 +430,7 @@ def _repeating(decimal: re.Match[str]) -> str:
 
 
 def _value(content: str) -> str:
-    """Return an answer as a plain number if possible, else as LaTeX; "" if it has no value."""
+    """Return an answer as a plain number if possible, else as LaTeX; "" if there is no value."""
     right = _right_side(_CONNECTIVES.sub(" , ", content))
     for form in (content, right):
         number = _read_number(_WORDS.sub(r"\1", form).strip().rstrip(" .%"))
@@ -457,14 +458,14 @@ def _right_side(content: str) -> str:
 
 
 def _latex(content: str) -> str:
-    """Return an answer as LaTeX that math-verify reads; "" if numbers stand next to each other."""
+    """Return an answer as LaTeX for math-verify; "" if numbers are adjacent."""
     content = _WORDS.sub(_upright, _CONNECTIVES.sub(" , ", content))
     bare = _UNIT_ENDS.sub(
         lambda m: m[0] if m[1] and not re.fullmatch(rf"\s*{UNIT}", m[1]) else " ", content
     )
     content = content if _OTHER_WORDS.search(bare) else bare.strip()
     if _WORD.fullmatch(content):
-        content = rf"\text{{{content}}}"  # not the product of its letters
+        content = rf"\text{{{content}}}"  # not a product of letters
     content = re.sub(r"(?<![\w^}])([0-9.]+)\s*\((?=[0-9])", r"\1\\cdot (", content)
     return "" if _GAP.search(content) else content
 
@@ -475,23 +476,23 @@ def _upright(words: re.Match[str]) -> str:
     return word if len(word) == 1 or re.search("[0-9]", word) else rf"\text{{{words[1]}}}"
 
 
-# It warns that its time limits are off, once a process; that is what the scorer is for.
+# Silence its warning about disabled time limits: the scorer enforces them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
-MAX_DEPTH = 8  # brackets in a row of an answer that is read as it is
-RELATIVE = 1e-3  # the most by which numbers that agree to 6 decimals may differ
+MAX_LENGTH = 200  # maximum characters; longer texts are not answers
+MAX_DEPTH = 8  # maximum consecutive brackets that are parsed
+RELATIVE = 1e-3  # maximum relative difference of numbers equal to 6 decimals
 _BASE = re.compile(r"^[0-9A-Fa-f.]+_\{?([0-9]+)\}?$")  # 2516_8
 _DEEP = re.compile(rf"[({{]{{{MAX_DEPTH + 1}}}")
 _DOUBLED = re.compile(r"\((\([^(){}]*\))\)|\{(\{[^(){}]*\})\}")
-_PRECISION = 30  # of the numbers of an expression
-# Errors that sympy raises for operations it cannot do.
+_PRECISION = 30  # decimal digits when evaluating an expression
+# Errors raised by sympy for unsupported operations.
 _NOT_POSSIBLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError)
 
 
 @functools.cache
 def load_math_verify() -> ModuleType:
-    """Import math-verify, which takes half a second, outside of the first score's limits."""
+    """Import math-verify (half a second) before the first score's time limit starts."""
     return importlib.import_module("math_verify")
 
 
@@ -502,14 +503,14 @@ def _sympy() -> ModuleType:
 
 @functools.cache
 def _latex_config() -> Any:
-    """Return settings of math-verify that keep units: a variable may look like one."""
+    """Return math-verify settings that keep units, which may look like variables."""
     config = load_math_verify().LatexExtractionConfig()
     normalization = dataclasses.replace(config.normalization_config, units=False)
     return dataclasses.replace(config, normalization_config=normalization)
 
 
 def same_value(gold: str, answer: str) -> bool:
-    """Return whether two answers have the same value."""
+    """Return True if two answers have the same value."""
     if not gold or not answer or len(answer) > MAX_LENGTH:
         return False
     if len({base[1] for text in (gold, answer) if (base := _BASE.search(text))}) > 1:
@@ -528,7 +529,7 @@ def same_value(gold: str, answer: str) -> bool:
 
 
 def _without_doubled_brackets(text: str) -> str:
-    """Remove brackets right around brackets: each makes LaTeX several times slower to read."""
+    """Remove doubled brackets, each of which slows down LaTeX parsing severalfold."""
     plain = text.replace(r"\left", "").replace(r"\right", "")
     if not _DEEP.search(plain):
         return text
@@ -538,7 +539,7 @@ def _without_doubled_brackets(text: str) -> str:
 
 
 def _parse(answer: str) -> list[Any]:
-    """Return what math-verify reads: [the expression, its text], or less."""
+    """Return math-verify's parse: [expression, text], or fewer."""
     math_verify = load_math_verify()
     config = math_verify.ExprExtractionConfig()
     if not NUMBER.fullmatch(answer):
@@ -548,7 +549,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _named_functions(expression: Any) -> Any:
-    """Return `f(2) = 3` as an equation of a symbol, other expressions unchanged."""
+    """Return `f(2) = 3` as an equation in a symbol; other expressions unchanged."""
     sympy = _sympy()
     unknown = sympy.core.function.AppliedUndef
     if not isinstance(expression, sympy.Eq) or not isinstance(expression.lhs, unknown):
@@ -559,7 +560,7 @@ def _named_functions(expression: Any) -> Any:
 
 
 def _as_numbers(expression: Any) -> Any:
-    """Return a membership or several inequalities as the set of their numbers."""
+    """Return a membership or several inequalities as the set they describe."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
         return expression.rhs
@@ -578,7 +579,7 @@ def _inequalities() -> tuple[Any, ...]:
 
 
 def _same_region(gold: Any, answer: Any) -> bool:
-    """Return whether two inequalities of one variable agree, such as 2 > x and x < 2."""
+    """Return True if two inequalities in one variable agree, such as 2 > x and x < 2."""
     relation = (_sympy().And, *_inequalities())
     if not isinstance(gold, relation) or not isinstance(answer, relation):
         return False
@@ -591,7 +592,7 @@ def _same_region(gold: Any, answer: Any) -> bool:
 
 
 def _same_with_i(gold: Any, answer: Any) -> bool:
-    """Return whether two answers agree if i, which math-verify reads as a variable, is sqrt(-1)."""
+    """Return True if two answers agree with i (a variable to math-verify) as sqrt(-1)."""
     sympy = _sympy()
     symbols = {s for one in (gold, answer) for s in getattr(one, "free_symbols", ())}
     units = {symbol: sympy.I for symbol in symbols if symbol.name == "i"}  # real or imaginary
@@ -606,7 +607,7 @@ def _same_with_i(gold: Any, answer: Any) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Return whether two expressions that math-verify calls equal differ."""
+    """Return True if two expressions that math-verify considers equal differ."""
     sympy = _sympy()
     ordered = (sympy.Tuple, sympy.MatrixBase, sympy.FiniteSet)
     if isinstance(gold, ordered) and isinstance(answer, ordered):
@@ -634,7 +635,7 @@ def _parts(collection: Any) -> list[Any]:
 
 
 def _number(expression: Any) -> Any:
-    """Return an expression's value; None if it has variables or none."""
+    """Return an expression's value; None if it contains variables or has no value."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
@@ -648,7 +649,7 @@ def _number(expression: Any) -> Any:
 
 
 def _equations_differ(gold: Any, answer: Any) -> bool:
-    """Return whether two equations without a solution differ."""
+    """Return True if two equations without a solution differ."""
     sympy = _sympy()
     try:
         solved = sympy.solve(gold, *gold.free_symbols) if gold.free_symbols else []

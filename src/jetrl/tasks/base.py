@@ -1,4 +1,4 @@
-"""The base class of tasks: prompts to answer, and a score for each answer.
+"""Base class of tasks: prompts, and a score for each completion.
 
 A task of your own is one class in one Python file: see docs/tasks.md and its example,
 examples/reverse_words.py. Scoring runs in worker processes without torch, so keep torch out of a
@@ -28,12 +28,12 @@ from jetrl.untrusted import USERS_ERRORS
 Format = Literal["chat", "text"]
 HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
 LARGEST = 1e15
-"""The largest absolute value of a reward or part: float32 holds sums of such squares."""
+"""Maximum absolute value of a reward or part: sums of squares must fit in float32."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion of a prompt, as reward functions see it that get all of a step at once."""
+    """A completion, as passed to reward functions that get all completions of a step."""
 
     prompt: Prompt
     completion: str | tuple[Turn, ...]
@@ -45,9 +45,9 @@ class RewardCall:
     """Reward functions that are called with all completions of a step at once.
 
     Attributes:
-        names: One function, or the async ones, which run concurrently.
-        factors: Of each function's rewards in the sum.
-        as_parts: Whether each function's reward is a part of the score.
+        names: One function, or all async functions, which run concurrently.
+        factors: Weight of each function's reward in the sum.
+        as_parts: True if each function's reward is also a part of the score.
         task: The mixed task whose completions they get (`Prompt.task`).
     """
 
@@ -62,7 +62,7 @@ class RewardCall:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, as TRL hands it to reward functions: steps done, and all steps."""
+    """Progress of the run, as in TRL: completed steps and total steps."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -84,29 +84,29 @@ class CallResult:
 
 
 class ScoreError(UserError):
-    """A task's score is not a finite number: the completion counts as a failure, with reward 0."""
+    """A score is not a finite number: the completion counts as a failure, with reward 0."""
 
 
 class Task:
-    """A source of prompts, with a score for each completion: subclass it for a task of your own.
+    """A source of prompts, with a score for each completion; subclass it for your own task.
 
-    A task must have `prompts` and `score`. The options of `[task.options]`, and `task.path` as
-    `path` if it is set, become keyword arguments of `__init__`. The constructor runs in the main
-    process and in each scoring worker: keep it cheap, and read data in `prompts`.
+    A task must define `prompts` and `score`. `[task.options]`, and `task.path` as `path` if set,
+    become keyword arguments of `__init__`. The constructor runs in the main process and in every
+    scoring worker: keep it cheap, and read data in `prompts`.
 
     Attributes:
-        name: The task's name in logs and metrics (`eval/<name>/mean`).
-        splits: The names that `prompts` accepts; the first is trained on by default.
-        stop: Strings that end a completion; the text handed to `score` is cut before them.
-        alphabet: Every character of prompts and answers, for a tokenizer with one token per
-            character; None for free text.
+        name: Task name in logs and metrics (`eval/<name>/mean`).
+        splits: Names accepted by `prompts`; the first is the default training split.
+        stop: Stop strings; the text passed to `score` ends before them.
+        alphabet: All characters of prompts and answers, for a character tokenizer; None for free
+            text.
         max_turns: Maximum turns per completion; above 1 if `step` replies.
         weights: Fraction of the prompts by `Prompt.task`, for a task built from several, else {}.
         partial_credit: True if rewards between 0 and 1 are common, so that the mean reward is not
-            accuracy; a run then also has `eval/<name>/accuracy`.
+            the accuracy; evaluations then also report `eval/<name>/accuracy`.
         reward_calls: Reward functions that get all completions of a step; see tasks/rewards.py.
-        reading: A sentence that explains completions in an unusual notation; shown at a run's start
-            and in its report.
+        reading: A sentence that explains an unusual notation; shown at the start of a run and in
+            its report.
     """
 
     name: str = ""
@@ -120,7 +120,7 @@ class Task:
     reading: str = ""
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return the prompts of a split, in an order that is the same every time.
+        """Return the prompts of a split, in a deterministic order.
 
         Prompt ids are unique within a split. Raise `UserError` for data that cannot be read.
         """
@@ -129,26 +129,26 @@ class Task:
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         """Return the reward of one completion, a finite number.
 
-        It is a number from -1e15 to 1e15, or a `Score(reward, parts)` with named parts for the
-        logs. The completion may be any text, also an empty one. The score must depend on nothing
-        but these arguments, so that all workers give the same one.
+        Returns a number from -1e15 to 1e15, or a `Score(reward, parts)` with named parts for the
+        logs. The completion may be any text, including an empty one. The score must depend only on
+        these arguments, so that all workers agree.
         """
         raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
-        """Return the environment's reply when the model has stopped, or None to end.
+        """Return the environment's reply to a turn, or None to end the completion.
 
-        For tasks with `max_turns` above 1, after the earlier `turns`; `completion` is the model's
-        text in this turn, without the stop string, and may be any text. As for `score`, the reply
-        depends only on the arguments. The model sees the reply and is not trained on it.
+        Called for tasks with `max_turns` above 1; `completion` is the model's text in this turn,
+        without the stop string, after the earlier `turns`. The reply must depend only on the
+        arguments. The model sees it but is not trained on it.
 
-        For a text prompt it is a text that follows the turn directly; for a chat prompt a message
-        such as `{"role": "tool", "content": "72"}`.
+        For a text prompt, the reply is text appended to the turn; for a chat prompt, a message such
+        as `{"role": "tool", "content": "72"}`.
         """
         return None
 
     def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
-        """Return the reward of a completion with turns: its last turn's score by default."""
+        """Return the reward of a multi-turn completion; by default the score of its last turn."""
         return self.score(prompt, turns[-1].text)
 
     def score_alone(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> float | Score:
@@ -164,53 +164,52 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} has no call_rewards")
 
     def stops(self, prompt: Prompt) -> tuple[str, ...]:
-        """Return the strings that end a completion or a turn: `stop`, unless overridden."""
+        """Return the stop strings of a prompt: `stop`, unless overridden."""
         return self.stop
 
     def demonstration(self, prompt: Prompt) -> str | Message | Sequence[Turn] | None:
-        """Return a worked completion of the prompt to imitate in supervised training, if any.
+        """Return a completion to imitate in supervised training, if any.
 
-        It has no end-of-sequence token. For a chat prompt it may be an assistant's message, with
-        tool_calls or reasoning_content, which the chat template writes. A completion of several
-        turns is a sequence of them, each with the stop string that ends it and the environment's
-        reply.
+        It has no end-of-sequence token. For a chat prompt, it may be an assistant message with
+        tool_calls or reasoning_content, rendered by the chat template. A multi-turn completion is a
+        sequence of turns, each with its stop string and the environment's reply.
         """
         return None
 
     def preference(self, prompt: Prompt) -> tuple[str | Message, str | Message] | None:
-        """Return two completions of the prompt, the better one first, if the task has such pairs.
+        """Return two completions of the prompt, the better one first, if available.
 
-        `jetrl sft --task reward` learns from them. They have no end-of-sequence token; messages are
-        as for `demonstration`.
+        Used by `jetrl sft --task reward`. They have no end-of-sequence token; messages are as for
+        `demonstration`.
         """
         return None
 
     def readable(self, prompt: Prompt, completion: str) -> str:
-        """Return a prompt and its completion (or last turn) as a person would write them.
+        """Return a prompt and its completion (or last turn) in human-readable notation.
 
-        This line is shown next to samples; the default, "", shows nothing.
+        Shown next to samples; the default, "", shows nothing.
         """
         return ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return what a completion answers, in one form for equal answers; None if it has none.
+        """Return a completion's answer in canonical form, for majority voting; None if it has none.
 
         The most frequent answer of several completions is their majority (maj@k of `jetrl eval`).
         """
         return None
 
     def content_key(self, prompt: Prompt) -> bytes:
-        """Return a digest of the prompt's content; prompts of equal content have the same.
+        """Return a hash of the prompt's content.
 
-        It tells which evaluation prompts are also trained on.
+        Used to find eval prompts that are also training prompts.
         """
         return content_key(prompt.text if prompt.messages is None else prompt.messages)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
-        """Return cases that are scored once at start, as (prompt, completion, expected reward).
+        """Return cases to score at startup, as (prompt, completion, expected reward).
 
-        An expected reward of None asks only that scoring works. The default is the first prompt of
-        the first split, with its demonstration, if any, and with an empty completion.
+        If the expected reward is None, scoring only has to work. By default, the first prompt of
+        the first split is scored with its demonstration, if any, and with an empty completion.
         """
         prompt = next(iter(self.prompts(self.splits[0])), None)
         if prompt is None:
@@ -225,15 +224,15 @@ class Task:
 
     @property
     def label(self) -> str:
-        """The task's name in messages: `name`, or the class's own."""
+        """Task name in messages: `name`, or the class name."""
         return self.name or type(self).__name__
 
     def about_split(self, split: str) -> str:
-        """Return what `jetrl eval` says about a split that the user did not choose, or ""."""
+        """Return a note for `jetrl eval` about a split that the user did not choose, or ""."""
         return ""
 
     def check_split(self, split: str) -> None:
-        """Raise `UserError` unless `split` is one of `splits`."""
+        """Raise UserError unless `split` is one of `splits`."""
         if split not in self.splits:
             known = ", ".join(map(repr, self.splits))
             what = f"task {self.label}: no split {split!r}; it has {known}"
@@ -241,7 +240,7 @@ class Task:
 
 
 def to_stops(value: object, where: str) -> tuple[str, ...]:
-    """Return stop strings as a tuple; raise `UserError` unless they are texts, none empty."""
+    """Return stop strings as a tuple; raise UserError unless all are non-empty strings."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         stops = tuple(value)
         if all(isinstance(stop, str) and stop for stop in stops):
@@ -250,7 +249,7 @@ def to_stops(value: object, where: str) -> tuple[str, ...]:
 
 
 def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
-    """Return the value of a task's `step` as a reply, or raise `ScoreError`."""
+    """Return the result of a task's `step` as a reply, or raise ScoreError."""
     where = f"task {task}, prompt {prompt.id!r}: step returned {_show(value)}"
     if value is None:
         return None
@@ -269,10 +268,10 @@ def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
 
 
 def to_score(value: object, task: str, prompt_id: str) -> Score:
-    """Return the value of a task's `score` as a `Score` of finite Python floats.
+    """Return the result of a task's `score` as a `Score` of finite Python floats.
 
-    Booleans and scalars of NumPy and torch count; others, NaN and numbers above LARGEST raise
-    `ScoreError`.
+    Accepts booleans and NumPy or torch scalars; anything else, NaN and numbers above LARGEST raise
+    ScoreError.
     """
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
@@ -287,16 +286,16 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
 
 
 def to_number(value: object, what: str) -> float:
-    """Return a finite Python float, or raise `ScoreError`, which begins with `what`."""
+    """Return a finite Python float, or raise ScoreError with a message starting with `what`."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of NumPy or torch
+        value = value.item()  # NumPy or torch scalar
     if not isinstance(value, numbers.Real):
         raise ScoreError(f"{what} returned {_show(value)}, which is not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= LARGEST:  # NaN too
+    if not abs(number) <= LARGEST:  # also true for NaN
         raise ScoreError(f"{what} returned {number}; give a finite number up to {LARGEST:g}")
     return number
 
@@ -307,12 +306,12 @@ def _show(value: object) -> str:
 
 
 def option_key(option: str) -> str:
-    """Return the setting that gives a task an option."""
+    """Return the settings key of a task option."""
     return "task.path" if option == "path" else f"task.options.{option}"
 
 
 def check_options(known: list[str], options: Mapping[str, Any], task: str) -> None:
-    """Raise `UserError` for an unknown option, with the nearest one."""
+    """Raise UserError for an unknown option, with the closest known one."""
     for option in options:
         if option not in known:
             near = nearest(option, known)
@@ -320,7 +319,7 @@ def check_options(known: list[str], options: Mapping[str, Any], task: str) -> No
 
 
 def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option of a wrong type or range."""
+    """Raise UserError for an option of the wrong type or range."""
     hints = typing.get_type_hints(task_class.__init__, include_extras=True)
     for option, value in options.items():
         try:
@@ -330,14 +329,14 @@ def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
 
 
 def question_content(format: Format, text: str) -> dict[str, Any]:
-    """Return the fields of a `Prompt` that asks a text: plain, or as a user's chat message."""
+    """Return the `Prompt` fields for a question: plain text, or a user chat message."""
     message = {"role": "user", "content": text}
     return {"text": text} if format == "text" else {"messages": (message,)}
 
 
 @contextlib.contextmanager
 def naming_errors(what: str) -> Iterator[None]:
-    """Make a `UserError` of an error of a user's code; its message begins with `what`."""
+    """Convert errors of user code to UserError, with a message starting with `what`."""
     try:
         yield
     except UserError:
@@ -347,7 +346,7 @@ def naming_errors(what: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception and its origin: `ValueError: text (a.py, line 3, in score)`."""
+    """Return an exception with its origin: `ValueError: text (a.py, line 3, in score)`."""
     text = f"{type(error).__name__}: {error}"[:500]
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

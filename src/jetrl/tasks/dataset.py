@@ -1,14 +1,14 @@
-r"""Prompts from your own data: JSONL, JSON, CSV, Parquet, or what the `datasets` package loads.
+r"""Prompts from your own data: JSONL, JSON, CSV, Parquet, or anything the `datasets` package loads.
 
-Options name the fields of the prompt and of the answer, and the checker of completions:
+Options name the prompt and answer fields, and the verifier of completions:
 
-    math                math-verify on the answer that the completion marks, or on its last number
-                        (answers.py); `strict` takes marked answers only
-    exact               the whole completion, except for spaces around it
-    regex               the first group of the last match of `pattern`, except for spaces around it;
-                        without an answer, any match is right
-    file.py:function    function(prompt, completion) of your file: a number or a Score; also with
-                        the signatures of TRL, which gets all completions of a step, and of verl
+    math                math-verify on the completion's marked answer, or else its last number
+                        (answers.py); `strict` accepts only marked answers
+    exact               the whole completion, stripped
+    regex               the first group of the last match of `pattern`, stripped; without an answer
+                        field, any match is correct
+    file.py:function    function(prompt, completion) in your file: a number or a Score; also with
+                        TRL's signature (all completions of a step) or verl's
     zero                0 for all: for supervised training, or next to a reward model
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
@@ -54,10 +54,10 @@ from jetrl.types.conversation import (
 )
 
 ALL = "all"
-"""The split that is all rows of data without splits."""
-# A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
+"""Split with all examples of data without splits."""
+# Field in a template. Dotted paths begin with a letter: {0.5} is LaTeX.
 _FIELD = re.compile(r"\{(\w+|[^\W\d]\w*(?:\.\w+)+)\}")
-# Fields of a role that is not named: of several the first that a row has.
+# Default fields per role: the first one that a row has.
 _USUAL = {
     "prompt": ("prompt", "question", "problem", "messages", "chosen"),
     "answer": ("answer", "reward_model.ground_truth", "solution", "ground_truth"),
@@ -68,7 +68,7 @@ _USUAL = {
     "tools": ("tools",),
     "template_args": ("chat_template_kwargs",),
 }
-_OTHER_FORMS = {  # rows that need options or other keys, by a field of theirs
+_OTHER_FORMS = {  # hints for rows in other formats, by a field name
     "conversations": "; of ShareGPT rows rename conversations to messages, from to role (human to "
     "user, gpt to assistant) and value to content",
     "instruction": '; Alpaca rows: task.options.template="{instruction} {input}", and '
@@ -77,33 +77,32 @@ _OTHER_FORMS = {  # rows that need options or other keys, by a field of theirs
 
 
 class Dataset(Task):
-    """The rows of a file, a folder or a data set's name, each one per prompt.
+    """Examples of a file, folder or hub data set, one prompt each.
 
-    A field is named by its key, or by a dotted path to a part of it (reward_model.ground_truth).
-    Without a name it is the first of `_USUAL` that the row has, which reads the rows of verl and
-    TRL as they are; "": none.
+    Fields are named by key, or by a dotted path (reward_model.ground_truth). The default is the
+    first of `_USUAL` that the row has, which covers the formats of verl and TRL; "": none.
 
     Args:
         path: A folder with `train.jsonl` and `test.jsonl` (or .json, .csv, .parquet); one such
             file; a folder that `datasets` saved; or a name that `datasets` loads.
-        prompt: Field of the question: a text, or a list of messages with role and content (or the
-            JSON of one). Unnamed `messages` or `chosen` end before the assistant's last message.
-        answer: Field of the right answer, a text or a number.
-        demonstration: Field of a worked completion for supervised training.
+        prompt: Field of the question: text, or a list of messages with role and content (or its
+            JSON). Unnamed `messages` or `chosen` end before the assistant's last message.
+        answer: Field of the correct answer, text or a number.
+        demonstration: Field of a completion to imitate in supervised training.
         chosen: Field of the better of two completions, for a reward model.
         rejected: Field of the worse of two completions.
         id: Field that names a row; "": its split and number.
         tools: Field of the tools that the chat template offers, a list of JSON schemas or its JSON.
         template_args: Field of the row's own arguments of the chat template, an object or its JSON.
-        template: The question, with `{field}` for fields of the row but not for the answer or a
-            completion; default: only the prompt field.
-        checker: One of the above, or several, whose rewards are added.
+        template: The question, with `{field}` for any field except the answer and completions;
+            default: only the prompt field.
+        checker: One of the above verifiers, or several, whose rewards are summed.
         weights: Factors of several checkers' rewards; default: 1 each.
-        strict: Whether the checker math accepts only marked answers.
-        format: "chat" makes a user's message of a text, "text" leaves it plain.
-        test_share: Fraction of the different prompts held out as `test`, if the data has no splits;
+        strict: True if the verifier math accepts only marked answers.
+        format: "chat" wraps a text in a user message, "text" keeps it plain.
+        test_share: Fraction of distinct prompts in the `test` split, if the data has no splits;
             then `all` is a split too.
-        seed: Seed of the choice of held-out prompts.
+        seed: Seed of the train-test split.
     """
 
     name = "dataset"
@@ -155,12 +154,12 @@ class Dataset(Task):
 
     @property
     def label(self) -> str:
-        """The name of the rows: of the file, the folder or the data set."""
+        """Name of the data: of the file, folder or data set."""
         return Path(self.path).stem
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return the rows of the split, in the order of the data."""
-        if self._own_splits != []:  # the splits of a name are for `datasets` to know
+        """Return the prompts of the split, in data order."""
+        if self._own_splits != []:  # only `datasets` knows the splits of a hub name
             self.check_split(split)
         rows = list(read_rows(self.path, split, self.config))
         if self._own_splits is None:
@@ -176,7 +175,7 @@ class Dataset(Task):
         return prompts
 
     def about_split(self, split: str) -> str:
-        """Return which part a split is of data without splits; "" for other data."""
+        """Describe a generated split of data without splits; "" for other data."""
         if self._own_splits is not None or split == ALL:
             return ""
         total = sum(1 for _ in read_rows(self.path, split, self.config))
@@ -217,7 +216,7 @@ class Dataset(Task):
         return bool({"math", "exact", "regex"} & {*self._checkers}) and self.fields["answer"] != ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return the answer that the checker `math` reads; None for other checkers."""
+        """Return the answer read by the verifier `math`; None for other verifiers."""
         if self._checkers != ["math"]:
             return None
         return answer_key(whole_turn(prompt, completion), self._strict)
@@ -232,7 +231,7 @@ class Dataset(Task):
         return None if better is None or worse is None else (better, worse)
 
     def _completion(self, prompt: Prompt, role: str, where: str) -> list[Turn] | None:
-        """Return a completion: a text, or the assistant's messages after those of the prompt."""
+        """Return a completion: text, or the assistant messages after the prompt's."""
         name = self._name(prompt.metadata, role)
         value: Any = value_at(prompt.metadata, name) if name else None
         value = as_messages(value, name, where)
@@ -251,7 +250,7 @@ class Dataset(Task):
         raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
 
     def _name(self, row: Row, role: str) -> str:
-        """Return the field of a role, named or usual; "" without one."""
+        """Return the field of a role, as set or by default; "" if there is none."""
         given = self.fields[role]
         return next((n for n in _USUAL[role] if has_field(row, n)), "") if given is None else given
 
@@ -264,9 +263,9 @@ class Dataset(Task):
                     raise UserError(f"task.options.template {what}; take it out, or {other}")
 
     def _drawn_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
-        """Return a split of data without splits: drawn by a seed, in the order of the data.
+        """Return a random split of data without splits, by seed, in data order.
 
-        Rows that ask the same are all in one split.
+        Rows with the same question are in the same split.
         """
         if split == ALL:
             return rows
@@ -313,7 +312,7 @@ class Dataset(Task):
         return prompt
 
     def _template_fields(self, row: Row, where: str, is_chat: bool) -> dict[str, Any]:
-        """Return a row's tools and arguments of the chat template, which a plain text has not."""
+        """Return a row's tools and chat-template arguments, which plain text does not support."""
         tools, args = self._name(row, "tools"), self._name(row, "template_args")
         found = {
             "tools": as_tools(value_at(row, tools), f"{where}: field {tools!r}"),
@@ -326,7 +325,7 @@ class Dataset(Task):
         return found
 
     def _question(self, row: Row, where: str) -> Any:
-        """Return a row's question: a text or messages."""
+        """Return a row's question: text or messages."""
         if self.template is not None:
             return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         name = self._name(row, "prompt") or "prompt"
@@ -334,12 +333,12 @@ class Dataset(Task):
         if self.fields["prompt"] is None and name in ("messages", "chosen"):
             if are_messages(value) and value[-1]["role"] == "assistant":
                 return value[:-1]
-            if name == "chosen":  # a text has no prompt in it
+            if name == "chosen":  # plain text does not contain the prompt
                 _value(row, "prompt", where, "task.options.prompt names it")
         return value
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
-        """Return a text field, or a number as its text; None if the role has no field."""
+        """Return a text field, or a number as text; None if the role has no field."""
         name = self._name(row, role)
         if not name:
             return None
@@ -354,7 +353,7 @@ class Dataset(Task):
             raise UserError(f"{where}: {what}, not a text or a number{hint}")
         if not isinstance(value, float):
             return str(value)
-        # Parquet columns with gaps hold whole numbers as floats; others are written out, not 1e-05.
+        # Parquet stores integer columns with nulls as floats; write other floats without exponent.
         return format(Decimal(repr(value)), "f").removesuffix(".0")
 
     def _fill(self, row: Row, field: str, where: str) -> str:
@@ -377,15 +376,15 @@ def _value(row: Row, field: str, where: str, why: str) -> Any:
 
 
 def _paths(row: Row, above: str = "") -> Iterator[str]:
-    """Yield the dotted paths of a row's fields and their parts."""
+    """Yield the dotted paths of all nested fields of a row."""
     for key, value in row.items():
         yield f"{above}{key}"
-        if isinstance(value, Mapping) and above.count(".") < 5:  # data may nest without end
+        if isinstance(value, Mapping) and above.count(".") < 5:  # limit the depth
             yield from _paths(value, f"{above}{key}.")
 
 
 def _parts(field: str, value: Any) -> str:
-    """Return a hint at the dotted paths into an object, else ""."""
+    """Return a hint about dotted paths into an object, or ""."""
     parts = list(_paths(value, f"{field}."))[:4] if isinstance(value, Mapping) else []
     return f"; a part of it is named {' or '.join(parts)}" if parts else ""
 
@@ -397,9 +396,9 @@ def get_checker(
     weights: Sequence[float] | None = None,
     answer: str | None = None,
 ) -> Rewards:
-    """Return the checker called `name`, or the weighted sum of several.
+    """Return the verifier `name`, or the weighted sum of several.
 
-    `answer` is the field of the right answer, for functions with verl's signature.
+    `answer` is the field of the correct answer, for functions with verl's signature.
     """
     names = [name] if isinstance(name, str) else [*name]
     if pattern is not None and "regex" not in names:
@@ -448,7 +447,7 @@ def _regex(pattern: str | None) -> Checker:
     except (re.error, OverflowError, RecursionError) as error:
         raise UserError(f"{key} = {pattern!r}: not a regular expression: {error}") from None
 
-    reads_thoughts = names_thoughts(pattern)  # asks for their form: <think>.*</think>
+    reads_thoughts = names_thoughts(pattern)  # matches on the reasoning format
 
     def check(prompt: Prompt, completion: str) -> Score:
         turn = whole_turn(prompt, completion)

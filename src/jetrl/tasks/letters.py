@@ -1,9 +1,9 @@
-r"""The letter that a completion chooses in a question with choices.
+r"""Extraction of the chosen letter in a multiple-choice question.
 
-It is the letter of the last `\boxed{B}`, else of the last statement that names the answer ("Answer:
-B", "the correct option is (B)"), else of the last weaker one ("option B is correct", "it is B", a
-last line with only the letter). A letter counts only if formatting, a mark, the choice's text or
-the end follows: A and I are words, and C and E stand in formulas. Two letters are none.
+The chosen letter is that of the last `\boxed{B}`, else of the last explicit statement ("Answer: B",
+"the correct option is (B)"), else of the last weaker one ("option B is correct", "it is B", a last
+line with only the letter). A letter counts only if followed by formatting, punctuation, the
+choice's text or the end: A and I are words, C and E occur in formulas. Two letters count as none.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from jetrl.tasks.thoughts import answer_part
 
 LETTERS = "ABCDEFGHIJ"
-_SEVERAL = "several"  # letters where one is expected
-_FOLLOWING = 400  # characters after a letter that are looked at
+_SEVERAL = "several"  # two letters where one is expected
+_FOLLOWING = 400  # characters inspected after a letter
 
 _BOX = re.compile(
     r"\\(?:boxed|f(?:rame)?box)\s*"
@@ -91,9 +91,9 @@ _LAST_LINE = re.compile(r"(?:^|\n)[^\w\n(]*(\(?[A-J]\)?)[ .!]*$")
 
 
 def chosen_letter(completion: str, choices: Sequence[str] = ()) -> str | None:
-    """Return the letter that a completion chooses; None if it chooses none or several.
+    """Return the letter chosen by a completion; None if there is none or more than one.
 
-    With the texts of the choices a letter may be followed by its own: "Answer: B 12 cm".
+    Given the texts of the choices, a letter may be followed by its own text: "Answer: B 12 cm".
     """
     said = answer_part(completion)
     if said is None:
@@ -107,12 +107,12 @@ def chosen_letter(completion: str, choices: Sequence[str] = ()) -> str | None:
 
 
 def _last(found: Sequence[tuple[int, str]]) -> str | None:
-    """Return what comes last in the text."""
+    """Return the last letter found in the text."""
     return max(found)[1] if found else None
 
 
 def _in_boxes(text: str, choices: Sequence[str]) -> str | None:
-    """Return the letter of the last box that holds one, or of several that are joined."""
+    """Return the letter of the last box with a letter, or several if boxes are joined."""
     boxes = list(_BOX.finditer(text))
     for place in range(len(boxes) - 1, -1, -1):
         box, before = boxes[place], boxes[place - 1] if place else None
@@ -133,13 +133,13 @@ def _of_box(box: re.Match[str], choices: Sequence[str]) -> str | None:
 
 
 def _stated(text: str, choices: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the letters of the statements that name the answer, with their places."""
+    """Return letters and positions of statements that name the answer."""
     found = ((lead.end(), _letter_at(text, lead.end(), choices)) for lead in _STATED.finditer(text))
     return [(place, letter) for place, letter in found if letter]
 
 
 def _implied(text: str, choices: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the letters of statements from which the answer follows, with their places."""
+    """Return letters and positions of statements that imply the answer."""
     found = []
     for lead in _IMPLIED.finditer(text):
         letter = _letter_at(text, lead.end(), choices)
@@ -160,7 +160,7 @@ def _implied(text: str, choices: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _letter_at(text: str, start: int, choices: Sequence[str]) -> str | None:
-    """Return the letter that stands at a place; None if a word or a formula begins there."""
+    """Return the letter at a position; None if a word or formula begins there."""
     letter = _LETTER.match(text, start)
     if letter is None:
         return None
@@ -183,20 +183,20 @@ def _letter_at(text: str, start: int, choices: Sequence[str]) -> str | None:
 
 
 def _stands(text: str, letter: re.Match[str]) -> bool:
-    """Return whether a letter is neither a word of a sentence nor part of a formula."""
+    """Return True if a letter is neither a word nor part of a formula."""
     if letter[1]:  # in brackets
         return not _FORMULA.match(text, letter.end())
     return _ENDS.match(text, letter.end()) is not None
 
 
 def _is_given(text: str, letter: re.Match[str]) -> bool:
-    """Return whether a letter behind another one and a comma is one more that is given."""
+    """Return True if a letter after another letter and a comma is a second answer."""
     joined = any(joiner.match(text, letter.end()) for joiner in (_OR, _AND))
     return joined or _stands(text, letter)
 
 
 def _begins_with_a_choice(text: str, start: int, name: str, choices: Sequence[str]) -> bool:
-    """Return whether the text of another choice, such as `E. coli`, begins with the letter."""
+    """Return True if the text of another choice, such as `E. coli`, begins with the letter."""
     here = _spaced(text[start : start + _FOLLOWING])
     others = (c for letter, c in zip(LETTERS, choices, strict=False) if letter != name)
     return any(_begins(here, other) for other in others if len(other) > 2)
@@ -217,8 +217,8 @@ def _spaced(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Remove fonts and marks; a letter that is formatted by itself becomes (B)."""
-    for _ in range(4):  # fonts in fonts
+    """Remove fonts and markup; a letter formatted by itself becomes (B)."""
+    for _ in range(4):  # nested fonts
         text, number = _FONT.subn(_without_font, text)
         if not number:
             break

@@ -1,6 +1,6 @@
-"""Functions, classes and rows of the running Python program, which settings name `python:NAME`.
+"""Functions, classes and examples of the running Python program, named `python:NAME` in settings.
 
-Only that program has them: scores run in its own process, without the limits of scoring workers.
+Only that program can access them: scoring runs in its process, without the limits of workers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _objects: dict[str, Any] = {}
 
 
 def name_of(thing: Any, name: str = "") -> str:
-    """Return how settings name an object: `file.py:NAME` if workers can import it, else by PREFIX.
+    """Return an object's settings name: `file.py:NAME` if workers can import it, else with PREFIX.
 
-    Importable is what stands at the top of a file that is neither the program's own nor a
-    package's. An object of the same name takes the place of an earlier one.
+    Importable objects are at the top level of a file that is neither the main program nor part of a
+    package. A later object with the same name replaces an earlier one.
     """
     own_name = getattr(thing, "__qualname__", type(thing).__qualname__)
     name = name or own_name
@@ -33,7 +33,7 @@ def name_of(thing: Any, name: str = "") -> str:
 
 
 def live(name: str, key: str) -> Any:
-    """Return the object that a setting names by PREFIX; raise `UserError` in another program."""
+    """Return the object that a setting names with PREFIX; raise UserError in another program."""
     if name not in _objects:
         what = f"{key} = {name}: an object of the Python program that began the run"
         raise UserError(f"{what}; start or resume it there, or put it into a file (mine.py:NAME)")

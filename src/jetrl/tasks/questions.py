@@ -1,4 +1,4 @@
-r"""GSM8K, and the held-out sets that people report: MATH-500, AIME, AMC, GPQA-diamond, MMLU-Pro."""
+r"""GSM8K and common benchmarks: MATH-500, AIME, AMC, GPQA-diamond, MMLU-Pro."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 @dataclass(kw_only=True, eq=False)
 class Gsm8k(Task):
-    r"""Grade-school questions, answered with a number.
+    r"""Grade-school math questions with numeric answers.
 
     The reward is 1 for the right value, else 0; the part `answered` is 1 if the completion marks an
     answer by `####` or `\boxed`.
@@ -37,8 +37,8 @@ class Gsm8k(Task):
         format: "chat" gives messages for the chat template, "text" the plain prompt
             "Question: ...\nAnswer:\n", for base models and models without a template.
         instruction: Text after the question in a chat prompt.
-        strict: Whether only `#### 18` and `\boxed{18}` are answers, and not the last number.
-        config: The configuration of a `datasets` name.
+        strict: True to accept only `#### 18` and `\boxed{18}`, not the last number.
+        config: Configuration of a `datasets` name.
     """
 
     name = "gsm8k"
@@ -55,7 +55,7 @@ class Gsm8k(Task):
         self.stop = ("\nQuestion:",) if self.format == "text" else ()
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return prompts with ids `train-0`, ... and the right number as answer."""
+        """Return prompts with ids `train-0`, ... and the correct number as answer."""
         self.check_split(split)
         rows = read_rows(self.path, split, self.config)
         prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
@@ -70,7 +70,7 @@ class Gsm8k(Task):
         return answer_key(whole_turn(prompt, completion), self.strict)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the worked answer without its calculator annotations `<<48+24=72>>`."""
+        """Return the worked solution without its calculator annotations `<<48+24=72>>`."""
         return str(prompt.metadata["demonstration"])
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
@@ -106,7 +106,7 @@ LETTER = (
 
 @dataclass(frozen=True)
 class Source:
-    """A held-out set of the hub.
+    """A benchmark on the hub.
 
     Attributes:
         answer: The column of the right value, or of the right choice's letter or text.
@@ -146,7 +146,7 @@ _OTHER_NAMES |= {"gpqa": "gpqa_diamond", "mmlu-pro": "mmlu_pro"}
 
 
 def benchmark_name(name: str) -> str | None:
-    """Return the key of `SOURCES` for a name or a hub id; None for other names."""
+    """Return the key of `SOURCES` for a name or hub id; None for other names."""
     lower = name.lower()
     by_path = {source.path.lower(): key for key, source in SOURCES.items()}
     key = _OTHER_NAMES.get(lower, by_path.get(lower, lower))
@@ -155,9 +155,9 @@ def benchmark_name(name: str) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class Benchmark(Task):
-    """A held-out set that people report.
+    """A common benchmark, for evaluation only.
 
-    The reward is 1 for the right value or letter, else 0; the part `answered` is 1 if the
+    The reward is 1 for the correct value or letter, else 0; the part `answered` is 1 if the
     completion marks an answer.
 
     Args:
@@ -184,7 +184,7 @@ class Benchmark(Task):
         self._path = self.path or self.source.path
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return the questions, with the right value or letter as answer."""
+        """Return the questions, with the correct value or letter as answer."""
         self.check_split(split)
         rows = read_rows(self._path, self._stored_split(), self.source.config)
         prompts = [self._prompt(number, row, where) for number, (row, where) in enumerate(rows)]
@@ -234,12 +234,12 @@ class Benchmark(Task):
         return Prompt(id=f"{self.name}-{number}", answer=answer, metadata=metadata, **content)
 
     def _choices(self, number: int, row: Row, right: str, where: str) -> tuple[list[str], str]:
-        """Return the choices in order, and the letter of the right one."""
+        """Return the choices in order, and the letter of the correct one."""
         columns = [_column(row, name, where) for name in self.source.choices]
-        if len(columns) == 1:  # a list, whose right one is named by its letter
+        if len(columns) == 1:  # a list, with the letter of the correct choice
             choices = [str(choice) for choice in columns[0]]
             letter = right.strip()
-        else:  # the right text and wrong ones, in an order drawn for each question
+        else:  # the correct text and wrong ones, shuffled per question
             choices = [right.strip(), *(str(choice).strip() for choice in columns)]
             order = list(range(len(choices)))
             random.Random(f"{self.seed}:{number}").shuffle(order)

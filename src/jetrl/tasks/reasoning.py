@@ -1,8 +1,8 @@
-"""Any data set of reasoning-gym as a task: `reasoning_gym:chain_sum`.
+"""Any reasoning-gym data set as a task: `reasoning_gym:chain_sum`.
 
-Question i of a data set with seed s is drawn by a generator seeded with s + i, so the test split
-starts far away, at seed + TEST_OFFSET. A data set with few possible questions draws the same ones
-in both; they are held out from training.
+Question i of a data set with seed s is generated with seed s + i, so the test split starts far
+away, at seed + TEST_OFFSET. Data sets with few possible questions generate the same ones in both
+splits; these are excluded from training.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ INSTRUCTION = (
     "Think step by step. Give only the bare final answer, with no words, \\boxed{} or $ around it, "
     "between <answer> and </answer>."
 )
-TEST_SHARE = 0.1  # of the questions that training draws, if they are few
+TEST_SHARE = 0.1  # fraction of the training questions, if there are few
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(Task):
-    """A data set of reasoning-gym, whose own `score_answer` gives the reward.
+    """A reasoning-gym data set, whose own `score_answer` gives the reward.
 
     Args:
         format: "chat" (messages) or "text" (the bare question).
@@ -75,9 +75,9 @@ class ReasoningGym(Task):
             raise UserError(f"reasoning_gym:{dataset} {problem}") from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return prompts with ids `train-0`, ..., each made when the iterator reaches it.
+        """Return prompts with ids `train-0`, ..., generated lazily.
 
-        Numbers are those of the draws; a draw that asks what a test prompt asks is not trained on.
+        Ids count generated questions; questions that occur in the test split are skipped.
         """
         self.check_split(split)
         if split == "train":
@@ -104,13 +104,13 @@ class ReasoningGym(Task):
 
     @functools.cached_property
     def _test_prompts(self) -> list[Prompt]:
-        """Return the prompts of the test split, fewer if the set has few questions."""
+        """Return the prompts of the test split; fewer if there are few distinct questions."""
         draws = list(self._draws("test"))
         keys = [self.content_key(prompt) for prompt in draws]
         if len(set(keys)) == len(keys):
             return draws
-        # Questions repeat, so there are few, and training would lose most of them to a large test
-        # split. Of those that training draws too, the test split keeps a tenth, once each.
+        # Questions repeat, so a large test split would take most of them from training. Of those
+        # shared with training, keep a tenth in the test split, once each.
         trained = {self.content_key(prompt) for prompt in self._draws("train")}
         shared = [key for key in dict.fromkeys(keys) if key in trained]
         most = num_held_out(len(trained), TEST_SHARE)
@@ -141,13 +141,13 @@ class ReasoningGym(Task):
         return Score(self._reward(answer, prompt.metadata["entry"]), score_parts)
 
     def _reward(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Return the data set's own score, and 0 for a wrong answer that its scorer fails on."""
+        """Return the data set's own score, or 0 for a wrong answer that crashes its scorer."""
         score_answer = self._data["train"].score_answer
         try:
             return float(score_answer(answer, entry))
         except Exception:
-            # Several scorers parse an answer without a check. One that fails on its own right
-            # answer too is broken, or lacks something: that is no verdict.
+            # Some scorers parse answers without validation. If a scorer also fails on its own
+            # correct answer, it is broken or lacks a dependency: raise.
             if answer == entry["answer"]:
                 raise
             score_answer(entry["answer"], entry)
@@ -155,7 +155,7 @@ class ReasoningGym(Task):
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         """Return the first draw with its demonstration and an empty completion."""
-        prompt = next(self._draws("train"))  # held out or not: no other question has to be made
+        prompt = next(self._draws("train"))  # test question or not: this avoids generating others
         worked = self.demonstration(prompt)
         return [(prompt, text, None) for text in (worked, "") if text is not None]
 

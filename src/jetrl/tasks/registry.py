@@ -1,10 +1,10 @@
-"""Tasks by the name in the settings.
+"""Tasks by settings name.
 
 get_task("arithmetic", digits=2)              a built-in
-get_task("mix", tasks=[...])                  several tasks, mixed by weight
+get_task("mix", tasks=[...])                  a weighted mixture of tasks
 get_task("reasoning_gym:chain_sum", seed=7)   any reasoning-gym data set
-get_task("mine.jsonl")                        your own rows: the task `dataset` with this path
-get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
+get_task("mine.jsonl")                        your data: the task `dataset` with this path
+get_task("my_task.py:MyTask", path="data/")   a class in your file
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotati
 
 
 def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
-    """Return a task of a class; raise `UserError` for an unknown, missing or wrong option."""
+    """Build a task from its class; raise UserError for an unknown, missing or wrong option."""
     parameters = inspect.signature(task_class).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -63,7 +63,7 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
 
 
 def read_prompts(task: Task, split: str) -> list[Prompt]:
-    """Return all prompts of a split; raise `UserError` if the task fails to give them."""
+    """Return all prompts of a split; raise UserError if the task fails to provide them."""
     with naming_errors(f"task {task.label}: prompts({split!r}) raised"):
         items = task.prompts(split)
         prompts = None if items is None else list(items)
@@ -77,9 +77,9 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
 
 
 def trained_on(task: Task, trained: Iterable[Prompt], held_out: Sequence[Prompt]) -> str:
-    """Return what is wrong if prompts of an evaluation are also trained on, else "".
+    """Return a warning if eval prompts are also training prompts, else "".
 
-    Prompts of mixed tasks of weight 0 are not trained on.
+    Prompts of mixed tasks with weight 0 are not trained on.
     """
     ids: dict[bytes, str] = {}
     for prompt in trained:
@@ -122,10 +122,10 @@ def _of_own_task(prompt: Prompt) -> Prompt:
 
 
 class Mix(Task):
-    """Several tasks, mixed by weight.
+    """A weighted mixture of tasks.
 
-    A step's prompts are divided by weight, to within one prompt; over the steps the shares are
-    exact. Held-out prompts come from the start of each task's split, equally many from each.
+    Prompts per step are split by weight, to within one prompt; over many steps the fractions are
+    exact. Eval prompts come from the start of each task's split, the same number from each.
 
     Args:
         tasks: A table per task, with `name`, and `path` and `options` as in [task]; `weight`
@@ -176,7 +176,7 @@ class Mix(Task):
             task = get_task(mixed.name, **with_path(mixed.options, mixed.path))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        label = mixed.label or task.name or type(task).__name__  # draws depend on it
+        label = mixed.label or task.name or type(task).__name__  # the prompt order depends on it
         if label in self.tasks:
             raise UserError(f"{where}: a second task called {label!r}; give one a `label`")
         self.tasks[label] = task
@@ -184,7 +184,7 @@ class Mix(Task):
         self._system_prompts[label] = mixed.system_prompt
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return every task's prompts, one task after the other; their ids are `label/id`."""
+        """Return the prompts of all tasks in order; ids are `label/id`."""
         self.check_split(split)
         for label, task in self.tasks.items():
             prompts = read_prompts(task, split)
@@ -203,7 +203,7 @@ class Mix(Task):
         return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
 
     def content_key(self, prompt: Prompt) -> bytes:
-        """Return the digest without the task's `system_prompt`: two tasks may ask the same."""
+        """Return the hash without the task's `system_prompt`: tasks may share questions."""
         if prompt.messages is not None and self._system_prompts[prompt.task] is not None:
             prompt = replace(prompt, messages=prompt.messages[1:])
         return self._own_content_key(prompt)
@@ -236,10 +236,10 @@ class Mix(Task):
 
 
 def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) -> Task:
-    """Return the task of a name, built with its options (`[task.options]` in a recipe).
+    """Return the task for a name, built with its options (`[task.options]` in a recipe).
 
-    Raises UserError if the task or an option is unknown (the nearest name is offered), a file does
-    not import or lacks the class (with file and line), or a package or data is missing.
+    Raises UserError if the task or an option is unknown (with a suggestion), a file does not import
+    or lacks the class (with file and line), or a package or data is missing.
     """
     options = with_path(options, path)
     if name.startswith("reasoning_gym:"):
@@ -270,12 +270,12 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
 
 
 def with_path(options: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
-    """Return a task's options with its path among them, if it has one."""
+    """Return a task's options including its path, if any."""
     return {**options} if path is None else {**options, "path": str(path)}
 
 
 def build_task(settings: TaskSettings) -> Task:
-    """Return a run's task; raises `UserError` as `get_task` does."""
+    """Return a run's task; raises UserError like `get_task`."""
     return get_task(settings.name, **with_path(settings.options, settings.path))
 
 

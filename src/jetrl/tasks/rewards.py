@@ -1,15 +1,15 @@
-"""Reward functions with the signatures of jetrl, TRL and verl, and weighted sums of several.
+"""Reward functions with the signatures of jetrl, TRL or verl, and their weighted sums.
 
     f(prompt, completion)                                          a number or a Score
     f(completions, prompts, **columns)                             TRL: a list of numbers or None
     f(data_source, solution_str, ground_truth, extra_info)         verl: a number, or {"score": ...}
 
-Those of jetrl and verl get one completion, are scored while others are drawn, and may return
-{"score": ...}. Those of TRL are called once for all completions of a step that this process has,
-which are whole groups. They get what TRL's GRPOTrainer passes: `completions` and `prompts` (texts
-if the row's prompt is one, else lists of messages), `completion_ids`, every column of the rows as a
-list, `trainer_state`, `log_extra` and `log_metric`. Any function may be async; those of TRL then
-run concurrently. None and NaN leave a function out of a completion's sum, as in TRL.
+jetrl and verl functions get one completion, run while others are still being sampled, and may
+return {"score": ...}. TRL functions are called once per step with all completions of this process
+(whole groups). They get the arguments of TRL's GRPOTrainer: `completions` and `prompts` (texts, or
+lists of messages for chat prompts), `completion_ids`, every data column as a list, `trainer_state`,
+`log_extra` and `log_metric`. Any function may be async; async TRL functions run concurrently. None
+and NaN exclude a function from a completion's sum, as in TRL.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GROUND_TRUTH = ("reward_model.ground_truth", "answer", "solution", "ground_trut
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A reward function of a user's, which is called with the arguments that it takes."""
+    """A user's reward function, called with only the arguments that it accepts."""
 
     name: str
     function: Callable[..., Any]
@@ -71,12 +71,12 @@ class UserFunction:
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        # An instance of a class may have an async __call__.
+        # Instances may have an async __call__.
         forms = (function, getattr(type(function), "__call__", None))  # noqa: B004
         return any(map(inspect.iscoroutinefunction, forms))
 
     def called(self, *values: Any, **columns: Any) -> Any:
-        """Return the function's value, or a coroutine of an async one."""
+        """Return the function's result, or a coroutine if it is async."""
         given = {k: v for k, v in columns.items() if self.takes_all or k in self.parameters}
         try:
             inspect.Signature([*self.parameters.values()]).bind(*values, **given)
@@ -86,7 +86,7 @@ class UserFunction:
         return self.function(*values, **given)
 
     def checker(self, answer: str | None) -> Checker:
-        """Return the function as one of a prompt and a completion (see `_ground_truth`)."""
+        """Return a function of prompt and completion (see `_ground_truth`)."""
         first = next(iter(self.parameters), "")
 
         def check(prompt: Prompt, completion: str) -> Any:
@@ -98,7 +98,7 @@ class UserFunction:
                     ground_truth=_ground_truth(prompt, answer),
                     extra_info=row.get("extra_info") or {},
                 )
-            elif first == "completion":  # by name: it does not get the prompt
+            elif first == "completion":  # pass by name: it does not take the prompt
                 value = self.called(prompt=prompt, completion=completion)
             else:
                 value = self.called(prompt, completion)
@@ -108,7 +108,7 @@ class UserFunction:
 
 
 def reward_function(name: str) -> UserFunction | Checker:
-    """Return the function that `file.py:function` or `python:function` names."""
+    """Return the function named `file.py:function` or `python:function`."""
     if name.startswith(PREFIX):
         function = live(name, "task.options.checker")
     else:
@@ -122,11 +122,11 @@ def reward_function(name: str) -> UserFunction | Checker:
 
 
 class Rewards:
-    """The sum of reward functions, by their names, without None and NaN.
+    """Sum of named reward functions, ignoring None and NaN.
 
-    Called with a prompt and a completion, it returns the value of a single function or the sum. A
-    scorer asks for that in two parts: `alone` for the functions of one completion, and `call` for
-    those of TRL, which get all completions of a step.
+    Called with a prompt and a completion, it returns the value of a single function, or the sum. A
+    scorer uses two parts: `alone` for per-completion functions, and `call` for TRL functions, which
+    get all completions of a step.
 
     Args:
         answer: The field of the right answer, for functions of verl; see `_ground_truth`.
@@ -155,7 +155,7 @@ class Rewards:
                 self._checkers[label] = function.checker(answer)
             else:
                 self._checkers[label] = function
-        # As in TRL: one function after the other, then the async ones at the same time.
+        # As in TRL: sync functions first, then all async ones concurrently.
         waiting = tuple(label for label, f in self._together.items() if f.is_async)
         groups = [(label,) for label in self._together if label not in waiting]
         self.calls = tuple(
@@ -174,7 +174,7 @@ class Rewards:
         return score
 
     def alone(self, prompt: Prompt, completion: str) -> Any:
-        """Return the sum of the functions that get one completion; Score(None) without a number."""
+        """Return the sum of the per-completion functions; Score(None) if none gives a number."""
         values = {name: check(prompt, completion) for name, check in self._checkers.items()}
         if values and not self._as_parts:
             return next(iter(values.values()))
@@ -185,7 +185,7 @@ class Rewards:
         return score
 
     def call(self, call: RewardCall, answers: Sequence[Answer], state: TrainerState) -> CallResult:
-        """Call the functions of a call with all completions of a step."""
+        """Call TRL functions with all completions of a step."""
         notes = _Notes(len(answers))
         given = _of_trl(answers) | {"trainer_state": state}
         given |= {"log_extra": notes.extra, "log_metric": notes.metric}
@@ -204,7 +204,7 @@ class Rewards:
 
 
 def added(score: Score, call: RewardCall, rewards: Mapping[str, float | None]) -> Score:
-    """Return a score with the rewards that the functions of a call gave to its completion."""
+    """Return a score plus the rewards that a call gave to its completion."""
     for name, factor in zip(call.names, call.factors, strict=True):
         score = _plus(score, name, rewards[name], factor, call.as_parts)
     return score
@@ -218,7 +218,7 @@ def _plus(score: Score, name: str, reward: float | None, factor: float, as_part:
 
 
 class _Notes:
-    """The metrics and notes that the functions of a call log, as in TRL."""
+    """Metrics and notes logged by the functions of a call, as in TRL."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -226,7 +226,7 @@ class _Notes:
         self.metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Iterable[Any]) -> None:
-        """Note a value for each completion; it is stored with the rollouts."""
+        """Record one value per completion; stored with the rollouts."""
         noted = [_note(value) for value in values]
         if len(noted) != self._count:
             what = f"log_extra({column!r}): {len(noted)} values for {self._count} completions"
@@ -234,12 +234,12 @@ class _Notes:
         self.columns[str(column)] = noted
 
     def metric(self, name: str, value: Any) -> None:
-        """Note a number; its mean over the step is the metric reward/part/NAME."""
+        """Record a number; its mean over the step is the metric reward/part/NAME."""
         self.metrics.setdefault(str(name), []).append(to_number(value, f"log_metric({name!r})"))
 
 
 def _numbers(name: str, values: Any, count: int) -> list[float | None]:
-    """Return a function's rewards, one for each completion; None for NaN too, as in TRL."""
+    """Return a function's rewards, one per completion; NaN becomes None, as in TRL."""
     items = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
     if len(items) != count:
         kind = f"{values!r:.60} ({type(values).__name__})"
@@ -262,12 +262,12 @@ def _note(value: Any) -> float | str | None:
 
 def _is_none(value: Any) -> bool:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of NumPy or torch
+        value = value.item()  # NumPy or torch scalar
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _of_trl(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the arguments of TRL: lists with a value per completion."""
+    """Return TRL arguments: lists with a value per completion."""
     rows = [answer.prompt.metadata for answer in answers]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -280,7 +280,7 @@ def _of_trl(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _asked_and_said(answer: Answer) -> tuple[Any, Any]:
-    """Return a prompt and its completion: both texts, or lists of messages if the row's is one."""
+    """Return a prompt and its completion, both as text or both as messages."""
     prompt, completion = answer.prompt, answer.completion
     turns = [Turn(completion)] if isinstance(completion, str) else completion
     if prompt.messages is None or not any(map(_are_messages, prompt.metadata.values())):
@@ -300,10 +300,10 @@ def _are_messages(value: object) -> bool:
 
 
 def _ground_truth(prompt: Prompt, answer: str | None) -> Any:
-    """Return the right answer as the row has it, for a function of verl.
+    """Return the correct answer as stored in the row, for verl functions.
 
-    `answer` is the field that task.options.answer names; without one (None or "") it is the first
-    of the usual fields that the row has.
+    `answer` is the field named by task.options.answer; if None or "", the first default field in
+    the row.
     """
     if answer:
         return value_at(prompt.metadata, answer)
@@ -315,12 +315,12 @@ def _value_of_dict(value: Any) -> Any:
     if not isinstance(value, Mapping) or "score" not in value:
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}
-    return Score(value["score"], parts)  # the scorer checks it
+    return Score(value["score"], parts)  # validated by the scorer
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process: clients of a user's module stay bound to it."""
+    """Return this process's event loop: clients in user modules stay bound to it."""
     return asyncio.new_event_loop()
 
 
@@ -329,7 +329,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return _loop().run_until_complete(coroutine)
-    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
+    with ThreadPoolExecutor(1) as thread:  # a notebook already runs a loop in this thread
         return thread.submit(_loop().run_until_complete, coroutine).result()
 
 

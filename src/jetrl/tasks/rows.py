@@ -1,6 +1,6 @@
-"""Rows of data: objects with fields, from JSONL, JSON, CSV, Parquet or the package `datasets`.
+"""Data rows: objects with fields, from JSONL, JSON, CSV, Parquet or the `datasets` package.
 
-Each row comes with its file and line, or its number, for messages.
+Each row comes with its file and line, or its number, for error messages.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORMS = (
     "give a folder with train.jsonl and test.jsonl (or .json, .csv, .parquet), one such file, a "
     "folder that `datasets` has saved, or the name of a data set such as openai/gsm8k"
 )
-# train-00000-of-00002.parquet, also with the digest that older versions of `datasets` added
+# train-00000-of-00002.parquet, optionally with the hash added by older versions of `datasets`
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
-_SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of splits, or one
+_SAVED = ("dataset_dict.json", "state.json")  # save_to_disk output: several splits, or one
 
 
 def check_path(path: str) -> None:
-    """Raise `UserError` for a path that does not exist and cannot be a data set's name."""
+    """Raise UserError for a path that neither exists nor can be a hub name."""
     if path.startswith(PREFIX):
         return
     location = Path(path).expanduser()
@@ -46,7 +46,7 @@ def check_path(path: str) -> None:
 
 
 def splits_of(path: str) -> list[str] | None:
-    """Return a folder's splits; None for one file or saved set, [] for a name to be loaded."""
+    """Return a folder's splits; None for a single file or saved set, [] for a hub name."""
     if path.startswith(PREFIX):
         return None
     location = Path(path).expanduser()
@@ -71,7 +71,7 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _check_whole(path: str, split: str, files: list[Path]) -> None:
-    """Raise `UserError` unless the files are one file, or all shards of one set."""
+    """Raise UserError unless the files are a single file or all shards of one set."""
     shards = [_SHARD.search(file.stem) for file in files]
     if shards == [None]:
         return
@@ -94,10 +94,10 @@ def _check_whole(path: str, split: str, files: list[Path]) -> None:
 
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
-    """Return the rows of a split, or of a single file, with their `data/train.jsonl, line 7`."""
+    """Return the rows of a split or file, each with its location: `data/train.jsonl, line 7`."""
     if path.startswith(PREFIX):
         data = live(path, "task.path")
-        is_arrow = hasattr(data, "features")  # a set of `datasets`
+        is_arrow = hasattr(data, "features")  # a `datasets` object
         rows = map(_of_arrow, data) if is_arrow else data
         return ((row, f"data, row {n}") for n, row in enumerate(rows))
     location = Path(path).expanduser()
@@ -146,7 +146,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(MOST_TEXT)
     text = _decoded(b"".join(_lines(file)), str(file), True)
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
-    # A quote after a space would be part of the text, and a comma behind it would end the field.
+    # Quotes after a space would be literal, and a comma inside would end the field.
     lines = io.StringIO(text, newline="")
     reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     try:
@@ -165,13 +165,13 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
 
 def _decoded(contents: bytes, where: str, is_start: bool) -> str:
     try:
-        return contents.decode("utf-8-sig" if is_start else "utf-8")  # editors put a mark
+        return contents.decode("utf-8-sig" if is_start else "utf-8")  # strip a byte-order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text ({error.reason})") from None
 
 
 def _loads(text: str, file: Path, line: int = 1) -> Any:
-    """Return the value of a JSON text, which begins at a line of a file."""
+    """Parse a JSON text that begins at a given line of a file."""
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():
@@ -195,7 +195,7 @@ def _object(row: Any, where: str) -> Row:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, cut at MOST_TEXT + 1 bytes."""
+    """Yield the lines of a file, truncated at MOST_TEXT + 1 bytes."""
     try:
         with file.open("rb") as lines:
             yield from iter(lambda: lines.readline(MOST_TEXT + 1), b"")
@@ -232,7 +232,7 @@ def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row
 
 
 def _of_arrow(row: Row) -> Row:
-    """Return a row without the keys that Arrow adds to messages and tools, all null."""
+    """Return a row without the null keys that Arrow adds to messages and tools."""
     found = {**row}
     for key, value in row.items():
         if isinstance(value, list) and (key == "tools" or are_messages(value)):
@@ -242,7 +242,7 @@ def _of_arrow(row: Row) -> Row:
 
 @contextlib.contextmanager
 def _foreign_errors(problem: str) -> Iterator[None]:
-    """Make a `UserError` of any error of pyarrow or datasets."""
+    """Convert any error of pyarrow or datasets to UserError."""
     try:
         yield
     except Exception as error:
@@ -250,7 +250,7 @@ def _foreign_errors(problem: str) -> Iterator[None]:
 
 
 def value_at(row: Row, path: str) -> Any:
-    """Return a field of a row, or a part of one by a dotted path; None if it is missing."""
+    """Return a field of a row by name or dotted path; None if missing."""
     if path in row:
         return row[path]
     value: Any = row
@@ -260,12 +260,12 @@ def value_at(row: Row, path: str) -> Any:
 
 
 def has_field(row: Row, path: str) -> bool:
-    """Return whether a row has a field of a name or dotted path, which may be null."""
+    """Return True if a row has a field (by name or dotted path), even if null."""
     return path in row or value_at(row, path) is not None
 
 
 def import_package(name: str, why: str, extra: str = "data") -> ModuleType:
-    """Return an optional package; raise `UserError` with the extra of jetrl that installs it."""
+    """Import an optional package, or raise UserError naming the jetrl extra that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

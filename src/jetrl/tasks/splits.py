@@ -1,8 +1,7 @@
-"""Split prompts into training and held-out prompts by content.
+"""Train-test split of prompts by content.
 
-Prompts are told apart by their content, the text or messages that the model is asked, never by id
-or row: a question that occurs twice in a file must not be in both splits. Differences in white
-space do not count.
+Prompts are identified by content (the text or messages sent to the model), never by id or row: a
+question that occurs twice in a file must not be in both splits. White space is normalized.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 
 
 def content_key(asked: Any) -> bytes:
-    """Return a digest of a text or of messages; equal contents have equal digests."""
+    """Return a hash of a text or of messages; equal contents have equal hashes."""
     return hashlib.blake2b(repr(_plain(asked)).encode(), digest_size=16).digest()
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in one form for equal contents, of nested mappings and lists too."""
+    """Return a value in canonical form, including nested mappings and lists."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, Mapping):
@@ -28,12 +27,12 @@ def _plain(value: Any) -> Any:
 
 
 def num_held_out(count: int, share: float) -> int:
-    """Return how many of `count` different prompts to hold out: at least one, never all."""
+    """Return how many of `count` distinct prompts are for testing: at least one, never all."""
     return min(max(1, round(count * share)), count - 1)
 
 
 def held_out_keys(keys: Sequence[bytes], share: float, seed: int) -> set[bytes]:
-    """Draw a share of the different keys; the draw depends on their order and the seed."""
+    """Choose a fraction of the distinct keys; the choice depends on their order and the seed."""
     different = list(dict.fromkeys(keys))
     order = list(range(len(different)))
     random.Random(seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""The thoughts of reasoning models: an answer is read behind them, never in them."""
+"""Reasoning blocks of models: answers are read after them, never inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_OPENING = 40  # characters
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text behind the last closed thought; None while a thought is open."""
+    """Return the text after the last closed reasoning block; None while one is open."""
     start = 0
     for closed in _CLOSE.finditer(text):
         start = closed.end()
@@ -23,14 +23,14 @@ def answer_part(text: str) -> str | None:
 
 
 def names_thoughts(text: str) -> bool:
-    """Return whether a text, such as a pattern, has the mark of a thought's start or end."""
+    """Return True if a text, such as a pattern, contains a reasoning tag."""
     return bool(_OPEN.search(text) or _CLOSE.search(text))
 
 
 def begins_in_thought(prompt: Prompt, written: str) -> bool:
-    """Return whether the model continues a thought that the prompt has opened.
+    """Return True if the completion continues a reasoning block opened by the prompt.
 
-    `written` is the end of the prompt as the model reads it: many chat templates end with <think>.
+    `written` is the end of the rendered prompt: many chat templates end with <think>.
     """
     if _OPEN_ENDS.search(written[-_LONGEST_OPENING:]):
         return True
@@ -39,5 +39,5 @@ def begins_in_thought(prompt: Prompt, written: str) -> bool:
 
 
 def whole_turn(prompt: Prompt, completion: str) -> str:
-    """Return a completion after the opening of the thought that its prompt has opened, if any."""
+    """Return a completion with the opening reasoning tag of its prompt prepended, if any."""
     return f"<think>{completion}" if prompt.in_thought else completion

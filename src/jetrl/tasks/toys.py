@@ -1,4 +1,4 @@
-"""Tasks that make up their own problems: sums, written-out products, traced programs."""
+"""Synthetic tasks: sums, long multiplication, traced programs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def _only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Promp
 
 @dataclass(kw_only=True, eq=False)
 class MadeUp(Task):
-    """Seeded problems, with worked answers by a careless teacher.
+    """Seeded problems, with demonstrations that may contain deliberate mistakes.
 
     Args:
-        mistakes: Fraction of worked answers (`demonstration`) with one wrong digit, drawn again for
-            each call, for reinforcement learning to correct.
+        mistakes: Fraction of demonstrations with one wrong digit, drawn anew per call, for
+            reinforcement learning to correct.
         only: A file of JSON lines with an `id` each: train on only these prompts. Unset: all.
     """
 
@@ -168,7 +168,7 @@ class Arithmetic(MadeUp):
 
 @dataclass(frozen=True)
 class Slip:
-    """A careless teacher's wrong digit, from which all later digits are computed.
+    """A deliberate wrong digit, from which all later digits are computed.
 
     `choice`, in [0, 1), picks the digit of the step. `shift`, 1 to 9, is added to it modulo 10.
     """
@@ -200,7 +200,7 @@ class WrittenOut(MadeUp):
             most = f"half of the {num_problems} problems of this kind"
             raise UserError(f"{asked} are more than {most}: take fewer, or larger problems")
 
-    num_steps = 0  # of a worked answer
+    num_steps = 0  # steps per demonstration
 
     def draw(self, source: random.Random) -> str:
         """Draw the text of a prompt."""

@@ -1,6 +1,6 @@
-"""Classes and functions of a user's Python file, as `my_task.py:MyTask` names them.
+"""Classes and functions in a user's Python file, named `my_task.py:MyTask`.
 
-Sources are kept, so that a scoring worker started later in a run runs the same source.
+Sources are cached, so that scoring workers started later in a run use the same source.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jetrl.errors import UserError, nearest
 from jetrl.tasks.base import Task
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
-loaded: dict[str, bytes] = {}  # sources of the files that this process has run, by path
-fixed: dict[str, bytes] = {}  # sources that are not read from the disk
+loaded: dict[str, bytes] = {}  # sources of imported files, by path
+fixed: dict[str, bytes] = {}  # sources that override files on disk
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
-    """Return a task class of a user's file."""
+    """Return a task class from a user's file."""
     module = _load_module(file, f"task file {file}")
     cls = getattr(module, class_name, None)
     if cls is None:
@@ -40,7 +40,7 @@ def load_task_class(file: Path, class_name: str) -> type[Task]:
 
 
 def load_function(file: Path, name: str) -> Callable[..., Any]:
-    """Return a function of a user's file."""
+    """Return a function from a user's file."""
     module = _load_module(file, str(file))
     function = getattr(module, name, None)
     if not callable(function):
@@ -50,7 +50,7 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
 
 
 class _Source(importlib.abc.ExecutionLoader):
-    """A module loader of a source in memory."""
+    """Module loader for in-memory source."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self._file, self._source = file, source
@@ -63,7 +63,7 @@ class _Source(importlib.abc.ExecutionLoader):
 
 
 def _load_module(file: Path, label: str) -> ModuleType:
-    """Run a file as a module, its folder importable as for `python FILE`."""
+    """Run a file as a module; its folder is importable, as with `python FILE`."""
     check_trusted(file)
     file = file.resolve()
     try:
@@ -77,7 +77,7 @@ def _load_module(file: Path, label: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # so that its classes can be pickled
+    sys.modules[module_name] = module  # so that classes can be pickled
     loaded[str(file)] = source
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))

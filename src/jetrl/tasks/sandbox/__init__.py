@@ -1,1 +1,1 @@
-"""Scoring in worker processes that can be killed, whatever a task's score does to them."""
+"""Scoring in worker processes that can be killed."""

@@ -1,9 +1,9 @@
-"""A scoring process, from the side that starts it: hands out items, reads replies, explains deaths.
+"""Parent side of a scoring process: sends items, reads replies, explains crashes.
 
-The process is a fresh interpreter with its own session, so that Ctrl-C does not reach it and
-whatever its task started ends with it. The end of its output is kept until the next chunk, since
-faulthandler's last traceback is in it. Nothing that it sends or prints can block this side, fill
-its memory or run code here (wire.py).
+The process is a fresh interpreter in its own session, so that Ctrl-C does not reach it and its
+subprocesses end with it. The tail of its output is kept until the next chunk, for faulthandler's
+last traceback. Nothing that it sends or prints can block the parent, fill its memory or run code
+there (wire.py).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from jetrl.untrusted import start
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
-KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
+KEPT_OUTPUT = 100_000  # bytes, enough for a traceback of many threads
 _READ = 2**16
 _PROGRAM = "from jetrl.tasks.sandbox.worker import main\nmain(int(sys.argv[2]))"
 
 
 class WorkerProcess:
-    """A worker process, from the parent's side.
+    """A worker process, seen from the parent.
 
     Attributes:
-        jobs: Tickets of the items that the worker has not answered yet; those that it leaves
-            unanswered through no fault of theirs go back to the front of `pending`.
-        lost_s: Seconds lost to fatal scores and to starting again.
-        deadline: Time (of time.monotonic) by which the next answer must have come.
+        jobs: Tickets of unanswered items; items left unanswered through no fault of their own go
+            back to the front of `pending`.
+        lost_s: Seconds lost to fatal scores and restarts.
+        deadline: Time (time.monotonic) by which the next answer must arrive.
     """
 
     def __init__(self, setup: WorkerSetup, pending: deque[int]) -> None:
@@ -63,8 +63,8 @@ class WorkerProcess:
         return self._process is not None
 
     def start(self) -> None:
-        """Start the process, which answers when its task is built."""
-        keep_streams()  # or what is printed would go to a worker
+        """Start the process, which replies once its task is built."""
+        keep_streams()  # otherwise output could go to a worker
         self.connection, theirs = socket.socketpair()
         self._max_line = MAX_LINE
         self._begun_line, self._chunk = b"", ""
@@ -98,14 +98,14 @@ class WorkerProcess:
         self._send(self.setup)
 
     def assign(self, tickets: list[int], payloads: list[bytes], max_line: int = MAX_LINE) -> None:
-        """Give an idle worker its next chunk: tickets and pickled items; bound its answers."""
+        """Send an idle worker its next chunk of tickets and pickled items; limit its answers."""
         self._max_line = max_line
         self._read_output()
         self._printed = b""
         self.jobs.extend(tickets)
         self._set_deadline()
         self._chunk = secrets.token_hex(8)
-        # It died or spoke while idle: no item of the chunk was begun.
+        # It died or wrote while idle: no item of the chunk has started.
         if self._has_spoken() or not self._send((self._chunk, payloads)):
             self._end()
             self.give_back()
@@ -116,7 +116,7 @@ class WorkerProcess:
         return [self.connection] if self.output is None else [self.connection, self.output]
 
     def receive(self) -> list[tuple[int, WorkerReply]]:
-        """Return the answers so far as (ticket, reply); the last may be that of a fatal item."""
+        """Return the answers so far as (ticket, reply); the last may be for a fatal item."""
         replies: list[tuple[int, WorkerReply]] = []
         died = False
         if not self.running:
@@ -138,8 +138,8 @@ class WorkerProcess:
                 if not self.jobs or reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")
                 if reply.last:
-                    # What filled the memory, or took all files, may have been left by the items
-                    # before: a fresh process decides.
+                    # Memory or files may have been exhausted by earlier items: retry in a fresh
+                    # process.
                     if self._answered == 0:
                         replies.append((self.jobs.popleft(), reply))
                     self.lost_s += took_s
@@ -158,13 +158,13 @@ class WorkerProcess:
             failure = f"score took longer than {self.setup.clock_s:g} s by the clock"
             if not self.ready:
                 failure = f"not ready after {START_LIMIT_S:g} s"
-        # The process died, sent nonsense or took too long: the item that it was at is a failure.
+        # The process died, sent garbage or timed out: its current item fails.
         self._end()
         if not self.ready:
             self._failed_start(failure, died)
             return replies
         if self.jobs:
-            # Who reads may be late; the process's own timers were not.
+            # The reader may be late, but the process's own timers are exact.
             lost_s = min(time.monotonic(), self.deadline) - self._began
             self.lost_s += min(lost_s, self.setup.timeout_s) if self._was_busy else lost_s
             replies.append((self.jobs.popleft(), WorkerReply(failure=failure)))
@@ -172,17 +172,17 @@ class WorkerProcess:
         return replies
 
     def give_back(self) -> None:
-        """Put the items without an answer back to the front of those that no worker has."""
+        """Return unanswered items to the front of the pending ones."""
         self.pending.extendleft(reversed(self.jobs))
         self.jobs.clear()
 
     def hang_up(self) -> None:
-        """Tell the process to end; an idle one does so at once."""
+        """Ask the process to exit; an idle one exits immediately."""
         if self.running:
             self.connection.close()
 
     def stop(self, deadline: float = 0.0) -> None:
-        """End the process, by force from `deadline` (of time.monotonic) on."""
+        """End the process, and kill it after `deadline` (time.monotonic)."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # then _end kills it
                 self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -197,7 +197,7 @@ class WorkerProcess:
         logger.warning("a scoring worker died while it started, and is started again: %s", failure)
 
     def _no_start(self, why: str) -> UserError | RunStopped:
-        """Return the error to raise: a user's mistake at the first start, later a stopped run."""
+        """Return the error to raise: UserError at the first start, later RunStopped."""
         if not self._has_worked:
             return UserError(why)
         return RunStopped(f"{why}. It had started before; go on with --resume once it does again")
@@ -212,11 +212,11 @@ class WorkerProcess:
         return True
 
     def _has_spoken(self) -> bool:
-        """Return whether bytes, or the end of the stream, can be read at once."""
+        """Return True if bytes or end-of-file can be read without blocking."""
         return bool(wait([self.connection], timeout=0))
 
     def _read_lines(self) -> list[bytes]:
-        """Return the whole lines that have come in; raise EOFError if the process is gone."""
+        """Return complete lines received so far; raise EOFError if the process is gone."""
         self.connection.settimeout(0)
         try:
             data = self.connection.recv(_READ)
@@ -232,7 +232,7 @@ class WorkerProcess:
         return lines
 
     def _read_output(self) -> bool:
-        """Read a bounded piece of the process's output; return whether there was any."""
+        """Read a bounded piece of the process's output; return True if there was any."""
         if self.output is None:
             return False
         try:
@@ -246,7 +246,7 @@ class WorkerProcess:
         return bool(data)
 
     def _set_deadline(self) -> None:
-        """Set a deadline after the worker's own timer, for a worker that is not even running."""
+        """Set a deadline later than the worker's own timer, in case the worker is stopped."""
         self._began = time.monotonic()
         self.deadline = self._began + 2 * self.setup.clock_s + 2.0
 

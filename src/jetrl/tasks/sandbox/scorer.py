@@ -1,13 +1,13 @@
-"""Scoring of completions in worker processes that can be killed.
+"""Scoring of completions in killable worker processes.
 
-A task's score is other people's code on a model's text: a symbolic comparison that never ends, a
-regular expression that explodes, a segmentation fault in a parser. None of it may stop a run. So
-each worker is a fresh interpreter; an item that hangs or kills its worker scores 0 with a text that
-says why, its worker is replaced, and the other items continue. Replies come one by one, so the item
-of a dead worker is known. Results depend only on the task, not on the number of workers.
+Scoring runs third-party code on model output: symbolic comparisons may not terminate, regular
+expressions may blow up, parsers may segfault. None of this may stop a run, so each worker is a
+fresh interpreter; an item that hangs or kills its worker scores 0 with a reason, the worker is
+replaced, and other items continue. Workers reply per item, so the item of a dead worker is known.
+Results depend only on the task, not on the number of workers.
 
-Reward functions that get all completions of a step (`Task.reward_calls`) are items too, one per
-call. A call that hangs or fails leaves all of its completions without a score.
+Reward functions that get all completions of a step (`Task.reward_calls`) are one item per call. If
+a call hangs or fails, all of its completions are left without a score.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MAX_CHUNK = 32
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A completion's score: the task's, of reward 0 after a failure, whose reason is `failure`.
+    """Score of a completion; after a failure the reward is 0 and `failure` is the reason.
 
-    `readable`: the prompt and the completion as a person would write them; "" for nothing.
-    `extra`: what reward functions noted about the completion.
+    `readable`: prompt and completion in human-readable notation, or "". `extra`: notes of reward
+    functions on the completion.
     """
 
     score: Score
@@ -60,7 +60,7 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class BegunCall:
-    """A reward call under way: the ticket of the scorer, and the indices of the completions."""
+    """A pending reward call: its ticket and the indices of its completions."""
 
     call: RewardCall
     ticket: int
@@ -69,7 +69,7 @@ class BegunCall:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """A task's answer to the turn of a ticket of `ask`: a reply (None: the end) or a `failure`."""
+    """Answer to a ticket of `ask`: a reply (None ends the completion) or a `failure`."""
 
     ticket: int
     reply: Reply | None
@@ -77,16 +77,17 @@ class StepAnswer:
 
 
 class Scorer:
-    """A task's score and turns, computed in processes that can be killed.
+    """Computes a task's scores and turns in killable processes.
 
-    On start the task's `self_test` cases are scored, so that a broken checker is an error then, and
-    not a run without reward. Use a scorer from one thread, as a context manager or with `close()`.
+    At startup, the task's `self_test` cases are scored, so that a broken verifier is an error at
+    once instead of a run without rewards. Use a scorer from one thread, as a context manager or
+    with `close()`.
 
     Args:
         name: The task's name, as for `get_task`.
         workers: Number of processes; 0 scores in this process, without any protection from a score
             that hangs or crashes (to debug a task: prints and breakpoints work).
-        timeout_s: Seconds of CPU time per score; by the clock, ten times as long.
+        timeout_s: CPU-time limit per score in seconds; the wall-clock limit is 10x.
         memory_mib: MiB that one score may take beyond those of a worker with its task; 0: no limit.
         max_lost_s: Seconds per worker that one step may lose to scores and turns that hang or
             crash. After that, completions without a score get none until the next `begin_step`.
@@ -107,19 +108,19 @@ class Scorer:
         max_lost_s: float = 120.0,
         group: int = 1,
     ) -> None:
-        self.state = TrainerState()  # what reward functions are told about the run
+        self.state = TrainerState()  # passed to reward functions
         self._max_lost_s = max_lost_s
         self._last_failure = self._given_up = ""
         words = with_path(options or {}, path)
         self._task = get_task(name, **words)
         setup = WorkerSetup(name, words, timeout_s, memory_mib, dict(user_files.loaded))
-        self._pending: deque[int] = deque()  # tickets of the items that no worker has
+        self._pending: deque[int] = deque()  # tickets of unassigned items
         self._workers = [WorkerProcess(setup, self._pending) for _ in range(workers)]
         self._tickets = itertools.count()
-        self._payloads: dict[int, bytes] = {}  # pickled items without a reply
-        self._replies: dict[int, WorkerReply] = {}  # replies that nobody has taken yet
-        self._sizes: dict[int, int] = {}  # completions of each call without a reply
-        self._turns: set[int] = set()  # tickets of the turns without an answer
+        self._payloads: dict[int, bytes] = {}  # pickled unanswered items
+        self._replies: dict[int, WorkerReply] = {}  # replies not collected yet
+        self._sizes: dict[int, int] = {}  # completions per unanswered call
+        self._turns: set[int] = set()  # tickets of unanswered turns
         try:
             self._self_test(group)
         except BaseException:
@@ -128,7 +129,7 @@ class Scorer:
 
     @classmethod
     def from_settings(cls, task: TaskSettings, group: int = 1) -> Self:
-        """Return a run's scorer; a machine's ranks divide its workers, with at least one each."""
+        """Return a run's scorer; local ranks share the workers, with at least one each."""
         return cls(
             task.name,
             task.path,
@@ -147,7 +148,7 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End the workers; a later `score` starts new ones."""
+        """End the workers; a later `score` restarts them."""
         for worker in self._workers:
             worker.hang_up()
         deadline = time.monotonic() + 1.0
@@ -155,7 +156,7 @@ class Scorer:
             worker.stop(deadline)
 
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
-        """Return the scores of (prompt, completion text or turns) pairs, in their order.
+        """Return the scores of (prompt, completion text or turns) pairs, in order.
 
         Raises UserError if a prompt cannot be pickled, RunStopped if a worker cannot be restarted.
         """
@@ -166,22 +167,22 @@ class Scorer:
 
     @property
     def has_workers(self) -> bool:
-        """Return whether workers score in the background; without them `begin` scores at once."""
+        """Return True if workers score in the background; otherwise `begin` scores immediately."""
         return bool(self._workers)
 
     def begin_step(self) -> None:
-        """Reset the time lost to scores that hang or crash."""
+        """Reset the lost-time budget of a step."""
         self._given_up = ""
         for worker in self._workers:
             worker.lost_s = 0.0
 
     def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
-        """Begin to score a completion, and return a ticket for `finish`."""
+        """Start scoring a completion; return a ticket for `finish`."""
         with self._dropping_on_error():
             return self._submit(Item(prompt, completion))
 
     def begin_calls(self, answers: Sequence[Answer]) -> list[BegunCall]:
-        """Begin the calls of reward functions that get all completions of a step at once.
+        """Start the calls of reward functions that get all completions of a step at once.
 
         `answers` are whole groups; finish with `finish_calls`.
         """
@@ -198,7 +199,7 @@ class Scorer:
     def finish_calls(
         self, calls: Sequence[BegunCall], scores: Sequence[ScoredText]
     ) -> list[ScoredText]:
-        """Wait for calls, and return the scores of their completions with the rewards added."""
+        """Wait for calls; return the scores of their completions with the rewards added."""
         self._wait([begun.ticket for begun in calls])
         scored = list(scores)
         for begun in calls:
@@ -217,13 +218,13 @@ class Scorer:
         return scored
 
     def attend(self) -> None:
-        """Keep the workers busy, without waiting for them."""
+        """Keep workers busy, without blocking."""
         with self._dropping_on_error():
             if self._payloads:
                 self._pump(wait_for_one=False)
 
     def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
-        """Wait for the scores of tickets, and return them in order."""
+        """Wait for the scores of tickets; return them in order."""
         self._wait(tickets)
         replies = [self._replies.pop(ticket) for ticket in tickets]
         return [ScoredText(Score(r.reward, r.parts), r.failure, r.readable) for r in replies]
@@ -234,13 +235,13 @@ class Scorer:
                 self._pump(wait_for_one=True)
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
-        """Ask the task for its reply to a turn (`Task.step`), and return a ticket."""
+        """Request the task's reply to a turn (`Task.step`); return a ticket."""
         ticket = self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
         self._turns.add(ticket)
         return ticket
 
     def answers(self, wait_for_one: bool) -> list[StepAnswer]:
-        """Return the answers so far; with `wait_for_one`, at least one if any is due."""
+        """Return the answers so far; with `wait_for_one`, wait for at least one if pending."""
         with self._dropping_on_error():
             if self._payloads:
                 self._pump(wait_for_one=False)
@@ -252,12 +253,12 @@ class Scorer:
         return [StepAnswer(t, r.step_reply, re.sub("^score ", "step ", r.failure)) for t, r in due]
 
     def drop(self) -> None:
-        """Forget all completions and turns without a result; end the workers that are at one."""
+        """Cancel all pending completions and turns; end the workers that run one."""
         self._forget({*self._payloads, *self._replies})
 
     @contextlib.contextmanager
     def _dropping_on_error(self) -> Iterator[None]:
-        """Drop everything on an error or Ctrl-C: no worker may be left with half a chunk."""
+        """Cancel everything on an error or Ctrl-C, so that no worker keeps half a chunk."""
         try:
             yield
         except BaseException:
@@ -265,7 +266,7 @@ class Scorer:
             raise
 
     def drop_turns(self) -> None:
-        """Forget the turns without an answer; end the workers that are at one."""
+        """Cancel pending turns; end the workers that run one."""
         self._forget(set(self._turns))
 
     def _forget(self, tickets: set[int]) -> None:
@@ -290,8 +291,8 @@ class Scorer:
             self._payloads[ticket] = self._pickled(item)
             if isinstance(item, CallItem):
                 self._sizes[ticket] = len(item.answers)
-            # A sequence waits for its turn's answer, and a call takes long; nothing waits for one
-            # score.
+            # Prioritize turns, which block a sequence, and calls, which take long, over single
+            # scores.
             first = isinstance(item, CallItem) or item.step
             (self._pending.appendleft if first else self._pending.append)(ticket)
         else:
@@ -300,12 +301,12 @@ class Scorer:
         return ticket
 
     def _pump(self, wait_for_one: bool) -> None:
-        """Hand out pending items and read replies; with `wait_for_one`, wait for one first."""
+        """Assign pending items and read replies; with `wait_for_one`, wait for one first."""
         pending = self._pending
         # Give each idle worker a chunk.
         num_free = sum(worker.running and not worker.jobs for worker in self._workers)
         for worker in self._workers:
-            if not worker.running and num_free < len(pending):  # no more than there is work for
+            if not worker.running and num_free < len(pending):  # not more than needed
                 worker.start()
                 num_free += 1
             if worker.running and worker.ready and not worker.jobs and pending:
@@ -313,7 +314,7 @@ class Scorer:
                 chunk = [pending.popleft() for _ in range(size)]
                 most = MAX_LINE + MAX_OF_CALL * max(self._sizes.get(t, 0) for t in chunk)
                 worker.assign(chunk, [self._payloads[ticket] for ticket in chunk], most)
-        # Wait until a worker sends or prints something, or the first deadline has passed.
+        # Wait until a worker writes something or the first deadline passes.
         watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
         if wait_for_one and watched:
             patience = min(worker.deadline for worker in watched) - time.monotonic()
@@ -330,7 +331,7 @@ class Scorer:
             self._give_up_the_rest(lost_s)
 
     def _give_up_the_rest(self, lost_s: float) -> None:
-        """Make a failure of each item that has no reply yet."""
+        """Mark all unanswered items as failures."""
         for worker in self._workers:
             if worker.jobs:
                 worker.stop()
@@ -364,7 +365,7 @@ class Scorer:
             cases = list(self._task.self_test())
         if self._task.max_turns > 1:
             self._test_steps([(prompt, completion) for prompt, completion, _ in cases])
-        if self._task.reward_calls:  # they get whole groups
+        if self._task.reward_calls:  # these need whole groups
             cases = [case for case in cases for _ in range(group)]
         scored = self.score([(prompt, completion) for prompt, completion, _ in cases])
         for (prompt, completion, expected), result in zip(cases, scored, strict=True):
@@ -388,7 +389,7 @@ class Scorer:
 def _with_call(
     scored: ScoredText, call: RewardCall, reply: WorkerReply, place: int, failure: str
 ) -> ScoredText:
-    """Return a completion's score with the rewards of a call, whose completion `place` it is."""
+    """Return a completion's score plus the rewards of a call at index `place`."""
     if scored.failure:
         return scored
     if failure:

@@ -1,7 +1,7 @@
-"""The messages between the scorer and its workers, over their socket.
+"""Messages between the scorer and its workers, over a socket.
 
-The scorer sends pickles. A worker, which runs checkers on text that a model wrote, sends lines of
-JSON of a limited length and a fixed form; anything else is a `WireError` and ends the worker.
+The scorer sends pickles. Workers, which run verifiers on model output, send JSON lines of limited
+length and a fixed schema; anything else is a `WireError` and ends the worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, V
 from jetrl.files import problem_of
 from jetrl.tasks.base import LARGEST
 
-MAX_LINE = 2**16  # bytes of one line from a worker
-MAX_OF_CALL = 2**12  # bytes more for each completion of a call of reward functions
-MAX_NOTE = 200  # characters of a reward function's note on a completion
+MAX_LINE = 2**16  # maximum bytes per line from a worker
+MAX_OF_CALL = 2**12  # extra bytes per completion of a reward call
+MAX_NOTE = 200  # maximum characters of a reward function's note
 MAX_FAILURE = 2000  # characters
-MAX_READABLE = 500  # characters of a prompt and its completion as a person would write them
-MAX_STEP_REPLY = 5000  # characters of an environment's reply: a line holds them, escaped too
+MAX_READABLE = 500  # maximum characters of the human-readable notation
+MAX_STEP_REPLY = 5000  # maximum characters of a reply, so that it fits a line when escaped
 
 Verdict = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Text = InstanceOf[str]  # may hold half a character, which pydantic's own texts may not
@@ -28,7 +28,7 @@ Note = Annotated[Text, AfterValidator(lambda text: text[:MAX_NOTE])]
 
 
 class WireError(ValueError):
-    """A worker sent what no worker sends."""
+    """A worker sent an invalid message."""
 
 
 class WorkerReply(BaseModel):
@@ -37,8 +37,8 @@ class WorkerReply(BaseModel):
     Attributes:
         reward: 0 for a failure, a turn and a call; None if no reward function gave a number.
         failure: The reason for a missing score, else "".
-        last: Whether the worker ends because memory, files, threads or processes ran out. A fresh
-            worker tries the item again, unless this worker was fresh.
+        last: True if the worker exits because memory, files, threads or processes ran out. A fresh
+            worker retries the item, unless this worker was fresh.
         chunk: The random text that came with the items, so that no chunk is answered in advance.
         rewards: Of a call, a list for each function; `parts` are its metrics, `extra` its notes.
         step_reply: The environment's reply to a turn; None ends the completion.
@@ -58,12 +58,12 @@ class WorkerReply(BaseModel):
 
 
 def reply_line(reply: WorkerReply) -> bytes:
-    """Return a reply as a line."""
+    """Return a reply as a JSON line."""
     return json.dumps(vars(reply)).encode("ascii") + b"\n"
 
 
 def parse_reply(line: bytes) -> WorkerReply:
-    """Return a worker's line as a reply; raise `WireError` if it is none."""
+    """Parse a worker's line; raise WireError if it is not a valid reply."""
     try:
         return WorkerReply.model_validate(json.loads(line))
     except ValidationError as error:

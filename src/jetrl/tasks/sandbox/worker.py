@@ -1,15 +1,15 @@
-"""The process that scores: builds the task, then scores one completion after the other.
+"""Worker process: builds the task, then scores one completion after another.
 
-It imports neither torch nor the program that started it. Over one socket (wire.py) it receives its
-setup and says whether the task could be built; then it receives lists of items and sends a line per
-item: a completion, a turn, or a call of reward functions with all completions of a step. It ends
-with its parent, and takes along all that its task has started.
+It imports neither torch nor the main program. Over a socket (wire.py) it receives its setup and
+reports if the task could be built; then it receives chunks of items and sends a line per item: a
+completion, a turn, or a reward call with all completions of a step. It exits with its parent, along
+with its subprocesses.
 
-A score, or a call, has a limit of CPU time, so a busy machine changes no verdict, and CLOCK_FACTOR
-times as long by the clock, for scores that wait. The system's and faulthandler's timers end the
-process; neither needs the interpreter's lock, so they stop a hanging C function too, and print its
-place. A limit on the address space makes a MemoryError of too much memory. A process in which
-memory, files, threads or processes ran out is not used again: earlier scores may hold them.
+A score or call has a CPU-time limit, so that results do not depend on machine load, and a
+wall-clock limit of CLOCK_FACTOR times that, for scores that wait. System and faulthandler timers
+end the process; neither needs the GIL, so they also stop a hanging C function and print its
+location. An address-space limit turns excessive memory use into a MemoryError. A process that ran
+out of memory, files, threads or processes is not reused, since earlier scores may hold them.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
 STDERR = 2
-CLOCK_FACTOR = 10  # seconds by the clock per second of CPU time that a score may take
+CLOCK_FACTOR = 10  # wall-clock seconds per second of CPU-time limit
 _NO_MEMORY = ("failed to map segment", "Cannot allocate", "can't allocate memory", "bad_alloc")
 _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The task that a worker builds, and the limits of each score.
+    """The task that a worker builds, and the limits per score.
 
-    A score has `timeout_s` of CPU time, and may add `memory_mib` to the memory of the process with
-    its task (0: no limit). `sources` has the contents of users' files by path.
+    A score may use `timeout_s` of CPU time, and `memory_mib` in addition to the memory of the idle
+    worker (0: no limit). `sources` holds the contents of user files by path.
     """
 
     name: str
@@ -71,13 +71,13 @@ class WorkerSetup:
 
     @property
     def clock_s(self) -> float:
-        """Seconds by the clock per score, waiting included."""
+        """Wall-clock limit per score in seconds."""
         return CLOCK_FACTOR * self.timeout_s
 
 
 @dataclass(frozen=True)
 class Item:
-    """A completion for a worker to score or, with `step`, a turn for it to reply to.
+    """A completion to score or, with `step`, a turn to reply to.
 
     `completion` is the text to score or, in a task with turns, all turns, the last without a reply.
     """
@@ -89,7 +89,7 @@ class Item:
 
 @dataclass(frozen=True)
 class CallItem:
-    """Completions for a worker to hand to the reward functions of a call, all at once."""
+    """Completions to pass to the reward functions of a call, all at once."""
 
     call: RewardCall
     answers: tuple[Answer, ...]
@@ -97,16 +97,16 @@ class CallItem:
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket `descriptor` until its other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Serve the socket `descriptor` until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(file=STDERR)
-    # At the end of its CPU time the process prints its place and dies of the signal.
+    # At the CPU-time limit, print the stack and die of the signal.
     faulthandler.register(signal.SIGPROF, file=STDERR, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection, process = socket.socket(fileno=descriptor), os.getpid()
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    # Build the task, and send a line that says whether that worked.
+    # Build the task, and report success or failure.
     setup: WorkerSetup = pickle.load(incoming)
     user_files.fixed.update(setup.sources)
     try:
@@ -119,7 +119,7 @@ def main(descriptor: int) -> None:
     if setup.memory_mib:
         limit_memory(setup.memory_mib)
     connection.sendall(reply_line(WorkerReply()))
-    # Score chunk after chunk, each item under timers that end the process when they run out.
+    # Score chunk after chunk; per item, timers end the process on timeout.
     while True:
         try:
             chunk, items = pickle.load(incoming)
@@ -135,7 +135,7 @@ def main(descriptor: int) -> None:
             else:
                 reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
-                os._exit(0)  # a fork that the score should have ended: the answer is the other's
+                os._exit(0)  # a forked child of the score: the parent answers
             limit_cpu(0.0)
             faulthandler.cancel_dump_traceback_later()
             reply.chunk = chunk
@@ -154,7 +154,7 @@ def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
 
 
 def score_safely(task: Task, item: Item | CallItem, memory_mib: int = 0) -> WorkerReply:
-    """Return the task's score or reply to a turn, or a failure (which names `memory_mib`)."""
+    """Return the task's score or reply to a turn, or a failure (which mentions `memory_mib`)."""
     try:
         return _call(task, item) if isinstance(item, CallItem) else _answer(task, item)
     except ScoreError as error:
@@ -162,7 +162,7 @@ def score_safely(task: Task, item: Item | CallItem, memory_mib: int = 0) -> Work
         return WorkerReply(failure=str(error), last=bool(lacking))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit and the like are the task's failures too
+    except BaseException as error:  # treat SystemExit and similar as task failures
         lacking = _lacking(error)
         limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
         failure = f"score raised {describe_error(error)}"
@@ -172,10 +172,10 @@ def score_safely(task: Task, item: Item | CallItem, memory_mib: int = 0) -> Work
 
 
 def _lacking(error: BaseException) -> str:
-    """Return "memory" or "files" if those ran out by an error and its causes, else ""."""
+    """Return "memory" or "files" if an error or its causes show that those ran out, else ""."""
     cause: BaseException | None = error
     lacking = ""
-    for _ in range(10):  # a chain may lead to itself
+    for _ in range(10):  # limit: the chain may be cyclic
         if cause is None:
             break
         text = str(cause) if isinstance(cause, ImportError | OSError | RuntimeError) else ""
@@ -222,10 +222,10 @@ def _call(task: Task, item: CallItem) -> WorkerReply:
 
 
 def _end_with_parent(descriptor: int) -> None:
-    """Wait until the parent closes its end of the socket, then kill this process's session."""
+    """Wait until the parent closes its end of the socket, then kill this session."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # hang-up is reported without being asked for
+    poll.register(descriptor, 0)  # POLLHUP is always reported
     poll.poll()
-    time.sleep(1.0)  # an idle worker has ended on its own by now
+    time.sleep(1.0)  # an idle worker exits by itself
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
