@@ -42,7 +42,7 @@ from jetrl.settings.loading import Settings, load_config
 from jetrl.training.micro_batches import MicroBatchSize, batch_logprobs
 from jetrl.training.packing import pack, shares_prompts
 from jetrl.training.trainer import TrainedStep, Trainer
-from jetrl.types import Completion, Sample, SamplingParams
+from jetrl.types import Completion, PromptInputs, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
 _SPARE_BYTES = 2**28  # for what a longer update holds beside what was tried
@@ -140,7 +140,7 @@ class Flow:
         prompts = load.random_prompts(self.vocabulary, seed)
         most = response_length or load.response_length
         params = SamplingParams(n=load.samples, max_tokens=most, ignore_eos=True, seed=seed)
-        keys = sequence_keys(prompts, load.samples)
+        keys = sequence_keys([PromptInputs(tuple(p)) for p in prompts], load.samples)
         options = GenerateOptions(
             max_tokens=[min(most, length) for length in self._own_lengths()],
             keys=[keys[i] for i in self._own],

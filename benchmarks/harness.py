@@ -33,7 +33,7 @@ from benchmarks.shapes import SHAPES
 from jetrl.distributed.world import world
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.rollout.options import Progress
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 Row = dict[str, Any]
 _COPY_ELEMENTS, _COPY_ELEMENTS_OF_CPU = 2**31, 2**22
@@ -445,7 +445,7 @@ def make_samples(
         Sample(
             prompt=Prompt(id=str(i // each), text="?"),
             group=i // each,
-            prompt_token_ids=tuple(prompts[i // each]),
+            inputs=PromptInputs(tuple(prompts[i // each])),
             completion=completion,
             score=Score(float(reward)),
         )

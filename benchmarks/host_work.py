@@ -26,7 +26,7 @@ from benchmarks.harness import write_results
 from jetrl.session.ranks import samples_digest
 from jetrl.session.sampling import _packed, _unpacked
 from jetrl.training.packing import pack
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 OWN = ("taken apart", "encoded")
 EACH = ("decoded", "put together", "digest", "packed into micro-batches")
@@ -41,7 +41,7 @@ def make_samples(count: int) -> list[Sample]:
         Sample(
             prompt=Prompt(id=str(i // GROUP), text="?"),
             group=i // GROUP,
-            prompt_token_ids=tuple(draws.integers(0, 150_000, PROMPT).tolist()),
+            inputs=PromptInputs(tuple(draws.integers(0, 150_000, PROMPT).tolist())),
             completion=Completion(
                 tuple(draws.integers(0, 150_000, RESPONSE).tolist()),
                 tuple(logprobs[i].tolist()),

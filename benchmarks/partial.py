@@ -35,7 +35,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
-from jetrl.types import Completion, Prompt, SamplingParams
+from jetrl.types import Completion, Prompt, PromptInputs, SamplingParams
 
 _LOAD = Load(64, 8, 256, 8192, 1500)  # as `jetrl bench rollout --load grpo`
 
@@ -47,7 +47,7 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
     stops = generator.choice(vocabulary, round(vocabulary / mean), replace=False).tolist()
     words = [f"rollout.prompts_per_step={prompts_per_step}", f"rollout.oversample={share}"]
     encoded = [
-        EncodedPrompt(Prompt(str(i), text=""), tuple(ids))
+        EncodedPrompt(Prompt(str(i), text=""), PromptInputs(tuple(ids)))
         for i, ids in enumerate(
             generator.integers(
                 0, vocabulary, (3 * steps * prompts_per_step, _LOAD.prompt_length)
@@ -76,7 +76,7 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
             groups = partial_rollouts.sample(engine, drawn, params, step, lambda progress: None)
             _, completions = partial_rollouts.choose(groups, step)
         else:
-            completions = engine.generate([list(p.token_ids) for p in drawn], params)
+            completions = engine.generate([p.inputs for p in drawn], params)
         rows.append(_row(share, step, time.perf_counter() - began, completions, engine))
     later = rows[1:]
     seconds = sum(row["seconds"] for row in later)

@@ -14,7 +14,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training.optimizer import Optimizer
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 # Rows of the vocabulary are two whole blocks and a ragged one; of a hidden size of one block one of
 # several ranks owns it, and the others no row.
@@ -58,7 +58,8 @@ def random_samples(policy: Policy, step: int, group_size: int) -> list[Sample]:
             logprobs = policy.logprobs([[*prompt, *tokens]])[0][len(prompt) - 1 :]
         completion = Completion(tokens, tuple(logprobs.tolist()), "stop", "")
         reward, group = Score(float(g.integers(0, 2))), i // group_size
-        samples.append(Sample(Prompt(id=str(group), text=""), group, prompt, completion, reward))
+        asked, inputs = Prompt(id=str(group), text=""), PromptInputs(prompt)
+        samples.append(Sample(asked, group, inputs, completion, reward))
     return samples
 
 

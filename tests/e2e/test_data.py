@@ -102,4 +102,4 @@ def test_template_arguments_are_those_of_the_run_and_of_its_model(tmp_path: Path
     assert done.chats
     prompt = Prompt("0", messages=({"role": "user", "content": "1+1"},))
     for path in (done.run_path, done.model_path):
-        assert encode_prompt(open_policy(path, None, "cpu").tokenizer, prompt) == [*asked]
+        assert encode_prompt(open_policy(path, None, "cpu").tokenizer, prompt).token_ids == asked

@@ -17,7 +17,7 @@ from jetrl.runs.console import Console
 from jetrl.runs.format import visible
 from jetrl.runs.report import _sample, text
 from jetrl.runs.schemas import record_of
-from jetrl.types import Completion, Prompt, Sample, Score, StepStats, Turn
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, StepStats, Turn
 
 ALPHABET = (
     "<>&\"'`=/-!?[]{}\\ \n\t\r\0\x07\x08\x1b\x7f\x9b\u00ad\u200b\u200f\u2028\u202e\u2066"
@@ -75,7 +75,7 @@ def test_text_of_a_page_is_text():
 def sample_of(a, b, c):
     said = Completion((1,), (-1.0,), "length", a, ((0, 1),), (Turn(b, c), Turn(c, None)), b)
     prompt = Prompt(id=a, messages=({"role": b, "content": c},), answer=b)
-    return Sample(prompt, 0, (1,), said, Score(0.5, {a: 1.0}), failure=c)
+    return Sample(prompt, 0, PromptInputs((1,)), said, Score(0.5, {a: 1.0}), failure=c)
 
 
 def test_samples_of_a_report_are_text():
@@ -104,7 +104,7 @@ def test_the_console_shows_any_completion(encoding):
     console = Console(10, file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
     for number, source in enumerate(texts(4, 100), start=1):
         said = Completion((1,), (-1.0,), "stop", source)
-        sample = Sample(Prompt(id="p", text=source), 0, (1,), said, Score(0))
+        sample = Sample(Prompt(id="p", text=source), 0, PromptInputs((1,)), said, Score(0))
         console.samples(number, [sample])
         console.note(source)
         console.step(StepStats(number, {"reward/mean": 0.5, "eval/arithmetic/mean": 1.0}))

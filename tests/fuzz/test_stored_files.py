@@ -42,7 +42,7 @@ from jetrl.session.checkpoints import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint
-from jetrl.types import Completion, Prompt, Sample, Score, StepStats
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, StepStats
 
 CASES = int(os.environ.get("JETRL_FUZZ_CASES", "100"))
 TRACED = CASES > 100  # every allocation of a case: three times as slow
@@ -184,7 +184,11 @@ METRICS |= {"mismatch/num_tokens": 100, "mismatch/num_different": 0, "timing/ste
 
 
 SAMPLE = Sample(
-    Prompt(id="p", text="1+1="), 0, (1, 2), Completion((3,), (-0.5,), "stop", "2"), Score(1.0)
+    prompt=Prompt(id="p", text="1+1="),
+    group=0,
+    inputs=PromptInputs((1, 2)),
+    completion=Completion((3,), (-0.5,), "stop", "2"),
+    score=Score(1.0),
 )
 
 

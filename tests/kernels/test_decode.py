@@ -10,6 +10,7 @@ from jetrl.kernels.decode import take_draws
 from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeState, Drawn
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
+from jetrl.types import PromptInputs
 
 SEQUENCES, FORWARDS, VOCABULARY = 64, 12, 20
 
@@ -38,7 +39,9 @@ def test_a_sequence_ends_on_the_device_with_the_hosts_last_token(stop_ids: tuple
 
     for row in range(SEQUENCES):
         rules = StopRules(int(max_tokens[row]), frozenset(stop_ids))
-        host = RunningSequence(0, (5,) * int(prompts[row]), 0, rules, [int(first[row])], [0.0])
+        host = RunningSequence(
+            0, PromptInputs((5,) * int(prompts[row])), 0, rules, [int(first[row])], [0.0]
+        )
         count = host.extend(draws[:, row].tolist(), [0.0] * FORWARDS)
         drawn = out.tokens[:, row].tolist()
         assert drawn[:count] == draws[:count, row].tolist()

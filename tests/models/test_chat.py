@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.chat import (
-    ReplyError,
-    decode,
-    encode_prompt,
-    encode_reply,
-    encode_text,
-    encode_turns,
-)
+from jetrl.models import chat as module
+from jetrl.models.chat import ReplyError, decode, encode_reply, encode_text, encode_turns
 from jetrl.models.tiny import character_tokenizer, train_bpe_tokenizer
 from jetrl.types import PlainText, Prompt, Turn
 
@@ -47,6 +42,11 @@ def wrapping(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedToken
     )
     tokenizer.bos_token = "<pad>"
     return tokenizer
+
+
+def encode_prompt(*args: Any, **kwargs: Any) -> list[int]:
+    """The token ids of a prompt."""
+    return list(module.encode_prompt(*args, **kwargs).token_ids)
 
 
 def says(*turns: tuple[str, str]) -> Prompt:

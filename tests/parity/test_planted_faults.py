@@ -22,7 +22,7 @@ from jetrl.runs.anomalies import Anomalies
 from jetrl.session.parity import locate, measure
 from jetrl.settings.loading import Settings
 from jetrl.training.trainer import Trainer
-from jetrl.types import Prompt, Sample, Score
+from jetrl.types import Prompt, PromptInputs, Sample, Score
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
 Patch = pytest.MonkeyPatch
@@ -113,7 +113,11 @@ def mismatches(stale: bool) -> tuple[list[float], list[str]]:
         completions = engine.generate(PROMPTS, dataclasses.replace(params, seed=step))
         samples = [
             Sample(
-                Prompt(id=str(i // 8), text="?"), i // 8, tuple(PROMPTS[i // 8]), c, Score(reward)
+                prompt=Prompt(id=str(i // 8), text="?"),
+                group=i // 8,
+                inputs=PromptInputs(tuple(PROMPTS[i // 8])),
+                completion=c,
+                score=Score(reward),
             )
             for i, c in enumerate(completions)
             for reward in [float(sum(c.token_ids) % 2)]

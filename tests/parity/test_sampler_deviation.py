@@ -19,6 +19,7 @@ from jetrl.rollout.sequence import sequence_keys
 from jetrl.runs.schemas import PLAN
 from jetrl.session.parity import measure
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.types import PromptInputs
 
 DOSES: list[dict[str, Any]] = [
     {"linears": "bf16"},
@@ -101,7 +102,8 @@ def test_a_draws_log_prob_is_of_the_noisy_distribution() -> None:
     prompts = [[1, 2, 3, 4], [9, 8]]
     params = SamplingParams(n=2, max_tokens=6, temperature=temperature, seed=seed, ignore_eos=True)
     completions = RolloutEngine(p).generate(prompts, params)
-    keys = [key for of_prompt in sequence_keys(prompts, 2) for key in of_prompt]
+    inputs = [PromptInputs(tuple(prompt)) for prompt in prompts]
+    keys = [key for of_prompt in sequence_keys(inputs, 2) for key in of_prompt]
     for index, completion in enumerate(completions):
         prompt = prompts[index // 2]
         ids = torch.tensor(prompt + list(completion.token_ids))

@@ -13,7 +13,7 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.inputs import make_groups
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.types import SamplingParams
+from jetrl.types import PromptInputs, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]
 PARAMS = SamplingParams(n=3, max_tokens=20, temperature=0.9, stop_token_ids=(33, 34), seed=6)
@@ -26,7 +26,7 @@ AHEAD = [(1, 0), (4, 1)]
 
 
 def group(policy: Policy, prompt: list[int], params: SamplingParams, first: int) -> Any:
-    return make_groups(policy, [prompt], params, 128, first=first)[0]
+    return make_groups(policy, [PromptInputs(tuple(prompt))], params, 128, first=first)[0]
 
 
 def outcome(sequence: RunningSequence) -> tuple[Any, ...]:

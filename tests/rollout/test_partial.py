@@ -8,7 +8,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Partial
-from jetrl.types import Completion, SamplingParams, Unfinished
+from jetrl.types import Completion, PromptInputs, SamplingParams, Unfinished
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43]]
 PARAMS = SamplingParams(n=3, max_tokens=30, temperature=0.9, stop_token_ids=(33, 34, 35), seed=6)
@@ -91,7 +91,10 @@ def test_it_goes_on_under_new_weights(cut, sizes):
 def test_a_group_of_begun_and_new_members_continues(make_policy, begun, sizes):
     """Each draws what it draws when it is continued without the others."""
     policy = make_policy()
-    prompt, params = (5, 6, 7, 8, 9), SamplingParams(max_tokens=30, temperature=0.9, seed=6)
+    prompt, params = (
+        PromptInputs((5, 6, 7, 8, 9)),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=6),
+    )
     old = Completion((3, 4, 5), (-1.0, -2.0, -3.0), "cancelled", "", versions=(4, 4, 4))
     new = Completion((), (), "cancelled")
     group = [Unfinished(prompt, key, old if kind == "S" else new) for key, kind in enumerate(begun)]
@@ -108,7 +111,7 @@ def test_a_group_of_begun_and_new_members_continues(make_policy, begun, sizes):
 
 
 def test_a_mixed_group_counts_as_one_prompt(make_policy):
-    prompt, long = (5, 6, 7), SamplingParams(max_tokens=6, temperature=0.9, seed=6)
+    prompt, long = PromptInputs((5, 6, 7)), SamplingParams(max_tokens=6, temperature=0.9, seed=6)
     old = Completion((3, 4), (-1.0, -2.0), "cancelled", "", versions=(4, 4))
     begun, new = Unfinished(prompt, 1, old), Unfinished(prompt, 2, Completion((), (), "cancelled"))
     engine = RolloutEngine(make_policy(), page_size=4)

@@ -14,6 +14,7 @@ from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.scheduler import Chunk, ScheduledStep, Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
+from jetrl.types import PromptInputs
 
 STOP = 0
 
@@ -22,7 +23,7 @@ def make_groups(prompt_lengths, n, max_tokens, turns=1):
     rules = StopRules(max_tokens, frozenset({STOP}), max_turns=turns)
     groups, index = [], 0
     for number, length in enumerate(prompt_lengths):
-        prompt = tuple(range(1000 * number, 1000 * number + length))
+        prompt = PromptInputs(tuple(range(1000 * number, 1000 * number + length)))
         group = [RunningSequence(index + j, prompt, key=index + j, rules=rules) for j in range(n)]
         groups.append(group)
         index += n
@@ -49,7 +50,9 @@ class Simulation:
     def __post_init__(self):
         pages = self.scheduler.allocator
         self.memory = [[None] * pages.page_size for _ in range(pages.num_pages)]
-        self.tokens = [list(s.prompt) for s in self.scheduler.sequences]  # pending ones as well
+        self.tokens = [
+            list(s.prompt.token_ids) for s in self.scheduler.sequences
+        ]  # pending ones as well
         self.in_flight = []
         self.asked = Counter()
 

@@ -8,6 +8,7 @@ import pytest
 
 from jetrl.rollout.sequence import RunningSequence, sequence_keys
 from jetrl.rollout.stopping import MAX_WINDOW, StopRules
+from jetrl.types import PromptInputs
 
 
 def decode_pieces(pieces):
@@ -20,7 +21,7 @@ def decode_bytes(ids):
 
 def run(rules, tokens):
     """Feeds tokens until the sequence ends."""
-    sequence = RunningSequence(index=0, prompt=(1,), key=0, rules=rules)
+    sequence = RunningSequence(index=0, prompt=PromptInputs((1,)), key=0, rules=rules)
     for token in tokens:
         sequence.append(token, -1.0)
         if sequence.finished:
@@ -97,7 +98,7 @@ def test_incremental_text_is_the_text(seed):
 
 
 def test_keys_follow_the_content_and_not_the_call():
-    a, b = [1, 2, 3], [3, 2, 1]
+    a, b = PromptInputs((1, 2, 3)), PromptInputs((3, 2, 1))
     (first,) = sequence_keys([a], n=3)
     assert sequence_keys([b, a], n=4)[1][:3] == first
     again = sequence_keys([a, b, a], n=3)
@@ -120,7 +121,7 @@ def test_draws_taken_in_together_end_where_they_end_one_by_one(seed):
         ids = frozenset({10}) if rng.random() < 0.3 else frozenset()
         rules = StopRules(rng.randint(1, 60), ids, strings, decode_bytes)
         single = run(rules, said)
-        several = RunningSequence(index=0, prompt=(1,), key=0, rules=rules)
+        several = RunningSequence(index=0, prompt=PromptInputs((1,)), key=0, rules=rules)
         at = 0
         while at < len(said) and not several.finished:
             count = rng.randint(1, 16)

@@ -13,7 +13,7 @@ import pytest
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import eval_metric
 from jetrl.settings.loading import Settings, load_config
-from jetrl.types import Completion, Prompt, Sample, Score, StepStats
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, StepStats
 
 PLAN = {"name": "unified", "rollout_linear": "fp8", "kv": "fp8", "first_layers_bf16": 0}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" \x1b[31mred $x_1^2$"
@@ -29,7 +29,7 @@ def samples_of(step: int, num: int = 6) -> list[Sample]:
         Sample(
             prompt=Prompt(id=f"train-{k // 2}", text=f"{k + 3}+{step}=", answer=str(k + 3 + step)),
             group=k // 2,
-            prompt_token_ids=(5, 6, 7 + k),
+            inputs=PromptInputs((5, 6, 7 + k)),
             completion=Completion(
                 token_ids=(1, 2, 3),
                 logprobs=tuple(math.log(draw.random()) for _ in range(3)),

@@ -7,12 +7,18 @@ import pytest
 from jetrl.errors import RunStopped
 from jetrl.session.evaluate import _results
 from jetrl.session.step import refill, sample_metrics
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 
 def group(number, *rewards):
     return [
-        Sample(Prompt(f"p{number}", "?"), number, (1,), Completion((2,), (0.0,), "stop"), Score(r))
+        Sample(
+            Prompt(f"p{number}", "?"),
+            number,
+            PromptInputs((1,)),
+            Completion((2,), (0.0,), "stop"),
+            Score(r),
+        )
         for r in rewards
     ]
 

@@ -17,10 +17,13 @@ from jetrl.session.evaluate import _interval, _majorities, _results, _t_value
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
 from jetrl.session.step import eval_metrics
 from jetrl.tasks import Scorer, get_task
-from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score
 
 TASK = f"{Path(__file__).parents[1] / 'tasks' / 'awkward_task.py'}:Awkward"
-PROMPTS = [EncodedPrompt(Prompt(id=str(i), text="?"), (i,), ("stop",) * (i % 2)) for i in range(4)]
+PROMPTS = [
+    EncodedPrompt(Prompt(id=str(i), text="?"), PromptInputs((i,)), ("stop",) * (i % 2))
+    for i in range(4)
+]
 PARAMS = SamplingParams(n=2)
 
 
@@ -40,9 +43,8 @@ class Engine:
         self.scorer, self.fails, self.changes = scorer, fails, changes
 
     def generate(self, prompts, params, progress, options):
-        drawn = [
-            Completion((1,), (0.0,), "stop", f"{10 * p + k}") for (p,) in prompts for k in (0, 1)
-        ]
+        numbers = [prompt.token_ids[0] for prompt in prompts]
+        drawn = [Completion((1,), (0.0,), "stop", f"{10 * p + k}") for p in numbers for k in (0, 1)]
         for i in reversed(range(len(drawn))):
             early = Completion((1,), (0.0,), "stop", "77") if self.changes else drawn[i]
             options.finished(i, early)
@@ -58,6 +60,7 @@ def rewards(scorer, engine):
     scoring = Scoring(scorer, PROMPTS, PARAMS.n)
     samples = scoring.samples(sample_prompts(engine, scoring, PARAMS))
     assert [sample.group for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(sample.inputs is PROMPTS[sample.group].inputs for sample in samples)
     return [sample.score.reward for sample in samples]
 
 
@@ -111,7 +114,7 @@ def test_the_majority_is_the_most_frequent_answer_and_of_several_the_first():
 
 @pytest.mark.parametrize("stop", ["\n", ("\n", "")])
 def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypatch):
-    monkeypatch.setattr("jetrl.session.sampling.encode_prompt", lambda *_: [1])
+    monkeypatch.setattr("jetrl.session.sampling.encode_prompt", lambda *_: PromptInputs((1,)))
     task = get_task("arithmetic")
     task.stop = stop
     model = SimpleNamespace(tokenizer=None, plain_text=None)
@@ -141,7 +144,9 @@ def test_the_interval_of_the_mean_is_wilsons_or_t(rewards, interval):
 
 def test_the_accuracy_of_partial_credit_is_a_metric():
     samples = [
-        Sample(PROMPTS[0].prompt, 0, (0,), Completion((1,), (0.0,), "stop"), Score(reward))
+        Sample(
+            PROMPTS[0].prompt, 0, PROMPTS[0].inputs, Completion((1,), (0.0,), "stop"), Score(reward)
+        )
         for reward in (1.0, 0.5, 0.75, 0.25)
     ]
     result = _results(samples, 2, 1.0)

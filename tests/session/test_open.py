@@ -21,7 +21,7 @@ from jetrl.settings.loading import load_config
 from jetrl.settings.presets import PRESETS
 from jetrl.tasks import get_task, read_prompts
 from jetrl.tasks.registry import trained_on
-from jetrl.types import Prompt
+from jetrl.types import Prompt, PromptInputs
 
 WORDS = """sft.steps=0 sft.until=none eval.every=0 loop.steps=1 report.enabled=false
 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_tokens=4
@@ -209,7 +209,9 @@ def test_a_resumed_run_keeps_its_settings_and_the_formats_that_its_preset_meant(
 
 
 def test_pass_rates_are_not_kept_of_two_prompts_under_one_id() -> None:
-    prompts = [EncodedPrompt(Prompt(id=i, text="?"), (1,), ()) for i in ("a", "b", "b")]
+    prompts = [
+        EncodedPrompt(Prompt(id=i, text="?"), PromptInputs((1,)), ()) for i in ("a", "b", "b")
+    ]
     settings = load_config("demo", ["data.order=pass_rate"])
     with pytest.raises(UserError, match=r"pass_rate: 2 prompts have the id 'b'"):
         PromptOrder(settings, prompts, {})

@@ -12,13 +12,13 @@ from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.sampling import EncodedPrompt
-from jetrl.types import Prompt
+from jetrl.types import Prompt, PromptInputs
 
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
 
 
 def carrying(*ids: str, dynamic_sampling: bool = False, **given: float) -> PartialRollouts:
-    prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
+    prompts = [EncodedPrompt(Prompt(id=i, text=i), PromptInputs((1,))) for i in ids]
     policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
     rollout = {"oversample": 0.5, "samples_per_prompt": 1, **given}
     words = [f"rollout.{key}={value}" for key, value in rollout.items()]

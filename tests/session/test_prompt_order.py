@@ -13,7 +13,7 @@ from jetrl.randomness import shares
 from jetrl.session.prompt_order import PromptDigest, PromptOrder, with_steps
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 
 @pytest.mark.parametrize("weights", [[1.0], [3, 1], [0.2, 0.3, 0.5], [5, 0, 1]])
@@ -35,7 +35,8 @@ def order(explore=None, tasks=("",) * 12, weights=None, seed=5):
     words = [f"run.seed={seed}"]
     words += ["data.order=pass_rate", f"data.explore={explore}"] if explore else []
     prompts = [
-        EncodedPrompt(Prompt(id=f"p{i}", text="?", task=task), (1,)) for i, task in enumerate(tasks)
+        EncodedPrompt(Prompt(id=f"p{i}", text="?", task=task), PromptInputs((1,)))
+        for i, task in enumerate(tasks)
     ]
     return PromptOrder(load_config("demo", words), prompts, weights or {})
 
@@ -48,7 +49,7 @@ def tried(order, i, solved, count):
     """Let an order see completions of a prompt."""
     prompt, completion = Prompt(id=f"p{i}", text="?"), Completion((2,), (0.0,), "stop")
     scores = [Score(float(k < solved)) for k in range(count)]
-    order.observe([Sample(prompt, 0, (1,), completion, score) for score in scores])
+    order.observe([Sample(prompt, 0, PromptInputs((1,)), completion, score) for score in scores])
 
 
 def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
@@ -139,9 +140,9 @@ def test_solved_is_what_evaluation_calls_solved(words, reward, parts, solved) ->
     """A sample is solved by the task's own score, whatever [reward] adds."""
     prompt = Prompt(id="a", text="?")
     settings = load_config("demo", ["data.order=pass_rate", *words])
-    drawing = PromptOrder(settings, [EncodedPrompt(prompt, (1,))], {})
+    drawing = PromptOrder(settings, [EncodedPrompt(prompt, PromptInputs((1,)))], {})
     completion = Completion((2,), (0.0,), "stop")
-    drawing.observe([Sample(prompt, 0, (1,), completion, Score(reward, parts))])
+    drawing.observe([Sample(prompt, 0, PromptInputs((1,)), completion, Score(reward, parts))])
     assert drawing.state() == {"a": [solved, 1]}
 
 
@@ -154,6 +155,8 @@ def test_solved_is_what_evaluation_calls_solved(words, reward, parts, solved) ->
     ],
 )
 def test_a_resumed_run_is_warned_of_other_prompts(caplog, prompt, token_ids, warned) -> None:
-    stored = PromptDigest([EncodedPrompt(Prompt(id="a", text="?", answer="1"), (1, 2))]).state()
-    PromptDigest([EncodedPrompt(prompt, token_ids)]).load_state(stored)
+    stored = PromptDigest(
+        [EncodedPrompt(Prompt(id="a", text="?", answer="1"), PromptInputs((1, 2)))]
+    ).state()
+    PromptDigest([EncodedPrompt(prompt, PromptInputs(token_ids))]).load_state(stored)
     assert ("are not those of the checkpoint" in caplog.text) == warned

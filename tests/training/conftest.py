@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from jetrl.precision.gradients import Gradients
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
 
 def make_sample(
@@ -29,7 +29,7 @@ def make_sample(
     return Sample(
         prompt=Prompt(id=f"p{group}", text="?"),
         group=group,
-        prompt_token_ids=tuple(prompt),
+        inputs=PromptInputs(tuple(prompt)),
         completion=Completion(tuple(completion), tuple(logprobs), "stop"),
         score=Score(reward),
     )

@@ -31,6 +31,7 @@ def batch_of(lengths: list[int], ids: list[int] | None, stems: list[int]) -> Bat
     zeros = np.zeros(ends[-1], dtype=np.float32)
     return Batch(
         token_ids=tokens,
+        positions=np.concatenate([np.arange(length) for length in lengths]),
         cu_seqlens=ends,
         loss_mask=mask,
         rollout_logprobs=zeros,

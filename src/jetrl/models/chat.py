@@ -38,7 +38,7 @@ from jetrl.models.tokenizer import (
     hide_special_tokens,
     shown,
 )
-from jetrl.types import Example, Message, PlainText, Prompt, Turn
+from jetrl.types import Example, Message, PlainText, Prompt, PromptInputs, Turn
 from jetrl.types.conversation import LABELS, REASONING, as_message, as_template_args, as_tools
 from jetrl.untrusted import LimitError
 
@@ -57,8 +57,8 @@ def encode_prompt(
     prompt: Prompt,
     system_prompt: str | None = None,
     plain_text: PlainText = "replies",
-) -> list[int]:
-    """Return the token ids of a prompt, at least one.
+) -> PromptInputs:
+    """Return what the model reads of a prompt, at least one token.
 
     `plain_text="all"` encodes special tokens in the prompt as text.
     """
@@ -75,7 +75,7 @@ def encode_prompt(
         token_ids = encode_text(tokenizer, prompt.text, where, as_text=plain_text == "all")
     if not token_ids:
         raise UserError(f"{where}: no tokens; a prompt needs at least one")
-    return token_ids
+    return PromptInputs(tuple(token_ids))
 
 
 def encode_text(

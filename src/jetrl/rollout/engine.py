@@ -42,7 +42,7 @@ from jetrl.rollout.scheduler import ScheduledStep, Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.rollout.speculation import MODES, Speculation
-from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
+from jetrl.types import Completion, Prompt, PromptInputs, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class RolloutEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str | Prompt],
+        prompts: Sequence[Sequence[int] | str | Prompt | PromptInputs],
         params: SamplingParams,
         progress: ProgressCallback | None = None,
         system_prompt: str | None = None,
@@ -321,7 +321,8 @@ class RolloutEngine:
         used again.
 
         Args:
-            prompts: Token ids, texts, or `Prompt`s, whose messages go through the chat template.
+            prompts: Token ids, texts, or `Prompt`s, whose messages go through the chat template; or
+                prompts that are encoded already.
             params: If prompt and max_tokens exceed the context, max_tokens is reduced to what fits.
             progress: Called after every step. An exception that it raises cancels the call.
             system_prompt: A message before those of each chat prompt.
@@ -465,7 +466,7 @@ class RolloutEngine:
             if running is not None:
                 if isinstance(error, NonFiniteLogits):
                     sequence = running.scheduler.sequences[error.sequence]
-                    error.token_ids = (*sequence.prompt, *sequence.generated)
+                    error.token_ids = (*sequence.prompt.token_ids, *sequence.generated)
                 running.scheduler.close()
             # Pages may hold NaN after a failure: the next call starts from a clean cache.
             self._pool.drop()

@@ -14,16 +14,16 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import RunningSequence, resumed_key, sequence_keys
 from jetrl.rollout.stopping import Decode, StopRules
-from jetrl.types import Prompt, SamplingParams, Unfinished
+from jetrl.types import Prompt, PromptInputs, SamplingParams, Unfinished
 
 
 def encode_prompts(
     policy: Policy,
-    prompts: Sequence[Sequence[int] | str | Prompt],
+    prompts: Sequence[Sequence[int] | str | Prompt | PromptInputs],
     max_model_len: int,
     system_prompt: str | None,
-) -> list[list[int]]:
-    """Return the token ids of each prompt, with room for at least one more token."""
+) -> list[PromptInputs]:
+    """Return the inputs of each prompt, with room for at least one more token."""
     if isinstance(prompts, str | Prompt):
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
     if isinstance(prompts, Mapping):  # of a tokenizer; its keys are not prompts
@@ -38,21 +38,25 @@ def encode_prompts(
             prompt = chat.encode_prompt(
                 policy.tokenizer, prompt, system_prompt=system_prompt, plain_text=policy.plain_text
             )
-        token_ids = as_token_ids(prompt, f"prompt {index}", policy.config.vocab_size)
-        if not token_ids:
+        where, vocab_size = f"prompt {index}", policy.config.vocab_size
+        if isinstance(prompt, PromptInputs):
+            as_token_ids(prompt.token_ids, where, vocab_size)
+        else:
+            prompt = PromptInputs(tuple(as_token_ids(prompt, where, vocab_size)))
+        if not len(prompt):
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
-        if len(token_ids) >= max_model_len:
+        if len(prompt) >= max_model_len:
             raise UserError(
-                f"prompt {index} has {len(token_ids)} tokens: no room for an answer in a context "
+                f"prompt {index} has {len(prompt)} tokens: no room for an answer in a context "
                 f"of {max_model_len}; shorten or drop it"
             )
-        encoded.append(token_ids)
+        encoded.append(prompt)
     return encoded
 
 
 def make_groups(
     policy: Policy,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[PromptInputs],
     params: SamplingParams,
     max_model_len: int,
     options: GenerateOptions | None = None,
@@ -78,7 +82,7 @@ def make_groups(
         group = []
         for index, key in enumerate(keys[number], number * params.n):
             own = replace(rules, max_tokens=min(limits[index], max_model_len - len(prompt)))
-            group.append(RunningSequence(first + index, tuple(prompt), key, own, params=params))
+            group.append(RunningSequence(first + index, prompt, key, own, params=params))
         groups.append(group)
     return groups
 
@@ -95,7 +99,7 @@ def resumed_groups(
     for members in resume:
         group = []
         for cut in members:
-            old, prompt = cut.completion, cut.prompt_token_ids
+            old, prompt = cut.completion, cut.inputs
             limit = min(params.max_tokens, max_model_len - len(prompt))
             if len(old.token_ids) >= limit:
                 raise UserError(

@@ -41,17 +41,17 @@ class Prefill:
         """Fill the cache and return float32 logits [R, V], a row per chunk that draws, in order."""
         # The tokens of all chunks, one after the other.
         token_ids: list[int] = []
-        positions: list[np.ndarray] = []
+        positions: list[int] = []
         spans: list[Span] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
             spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
             token_ids += sequence.tokens(chunk.start, chunk.length)
-            positions.append(np.arange(chunk.start, chunk.start + chunk.length))
+            positions += sequence.prompt.positions(chunk.start, chunk.start + chunk.length)
         device = self.policy.device
         hidden = self.policy.rollout_forward(
             to_device(token_ids, device),
-            to_device(np.concatenate(positions), device),
+            to_device(positions, device),
             self.cache.key_values(spans, ends=True),
         )
         # Only chunks that reach the end of their sequence need logits.

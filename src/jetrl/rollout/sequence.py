@@ -12,14 +12,13 @@ forward gives the logits of the next one, so a finished sequence of T tokens use
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jetrl.errors import NonFiniteError
 from jetrl.rollout.stopping import StopRules, TextWatch
-from jetrl.types import FinishReason, SamplingParams
+from jetrl.types import FinishReason, PromptInputs, SamplingParams
 
 
 class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its base)
@@ -57,7 +56,7 @@ class RunningSequence:
     """
 
     index: int
-    prompt: tuple[int, ...]
+    prompt: PromptInputs
     key: int
     rules: StopRules
     generated: list[int] = field(default_factory=list)
@@ -117,7 +116,7 @@ class RunningSequence:
         stop = start + length
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
         return [
-            *self.prompt[start:stop],
+            *self.prompt.token_ids[start:stop],
             *self.generated[max(0, start - split) : max(0, stop - split)],
         ]
 
@@ -181,18 +180,18 @@ class RunningSequence:
             self._watch = self.rules.text_watch(self.turn_start)
 
 
-def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+def sequence_keys(prompts: Sequence[PromptInputs], n: int) -> list[list[int]]:
     """Return the random keys of n samples per prompt, 63-bit integers.
 
-    A key hashes the prompt's tokens, the number of equal prompts before it, and the sample's
+    A key hashes the prompt's own key, the number of equal prompts before it, and the sample's
     number, so draws do not depend on other prompts or on their order.
     """
     occurrences: Counter[bytes] = Counter()
     keys = []
     for prompt in prompts:
-        content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=32).digest()
-        keys.append([_key(content, occurrences[content], sample) for sample in range(n)])
-        occurrences[content] += 1
+        key = prompt.key()
+        keys.append([_key(key, occurrences[key], sample) for sample in range(n)])
+        occurrences[key] += 1
     return keys
 
 

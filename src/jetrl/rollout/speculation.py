@@ -13,8 +13,6 @@ the device adds its own draws. The number of verified tokens is one choice for t
 from __future__ import annotations
 
 import functools
-import hashlib
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +41,7 @@ from jetrl.rollout.launched_step import LaunchedStep, to_device
 from jetrl.rollout.options import SpeculationStats
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch
+from jetrl.types import PromptInputs
 
 
 class HeadDrafts:
@@ -163,7 +162,11 @@ class Speculation:
             self.head.arrive(slots)
         if self._reads_text:
             pieces = [
-                (slot * self.text.width, [*sequence.prompt, *sequence.generated], sequence)
+                (
+                    slot * self.text.width,
+                    [*sequence.prompt.token_ids, *sequence.generated],
+                    sequence,
+                )
                 for slot, sequence in arrivals
             ]
             self._remember(pieces, LAG)
@@ -208,7 +211,7 @@ class Speculation:
         for sequence in self._ended:
             # The prompt's last tokens lead to the first ones of the completion. An entry of
             # UNKNOWN ends the piece.
-            text = [*sequence.prompt[-2:], *sequence.generated]
+            text = [*sequence.prompt.token_ids[-2:], *sequence.generated]
             tokens = [*text[: room - 1], UNKNOWN]
             if self._written + len(tokens) > room:
                 # Pieces of one call must not lie over each other.
@@ -264,7 +267,6 @@ class Speculation:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prompt_key(prompt: tuple[int, ...]) -> int:
-    """Return the key of a prompt, a 63-bit integer."""
-    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def _prompt_key(prompt: PromptInputs) -> int:
+    """Return the key of a prompt as a 63-bit integer."""
+    return int.from_bytes(prompt.key(size=8), "little") >> 1

@@ -71,7 +71,7 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
     assert tokenizer is not None, "no turns without a tokenizer"
     example = encode_turns(
         tokenizer,
-        encoded.token_ids,
+        encoded.inputs.token_ids,
         turns,
         where,
         plain_text=model.plain_text,

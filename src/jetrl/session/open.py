@@ -186,8 +186,8 @@ def check_run(
         eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
     notes += _overlap(task, prompts, eval_prompts)
     # Only the policy reads eval prompts; other models read the training prompts.
-    _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
-    longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
+    _check_contexts(settings, config, others, max(len(prompt.inputs) for prompt in prompts))
+    longest = max(len(prompt.inputs) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free, cards)
     coded = device != "cpu" and number_format(plan.train_linear).coded

@@ -44,7 +44,7 @@ from jetrl.rollout.stopping import StopRules
 from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.presets import PRESETS
 from jetrl.training.mismatch import different, mismatch_metrics
-from jetrl.types import SamplingParams
+from jetrl.types import PromptInputs, SamplingParams
 
 _TOKENS_AT_ONCE = 2**16  # tokens per trainer forward
 
@@ -239,7 +239,9 @@ def _replay(
     """Run the sampler's forwards on a sequence with given tokens."""
     # The cache holds only this sequence; the scheduler runs nothing else.
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
-    sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)), params=params)
+    sequence = RunningSequence(
+        0, PromptInputs(tuple(prompt)), 0, StopRules(len(completion)), params=params
+    )
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
     scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
     cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)

@@ -148,7 +148,7 @@ class PartialRollouts:
         enough = quota - sum(group.complete for group in waiting)
         # Random keys are derived for the full list, so that tokens do not depend on the number of
         # ranks.
-        keys = sequence_keys([prompt.token_ids for prompt in prompts], params.n)
+        keys = sequence_keys([prompt.inputs for prompt in prompts], params.n)
         own = self._dealt(len(prompts))
         # All prompts share their stop strings.
         earlier = [group.prompt for of_rank in self._waiting for group in of_rank]
@@ -156,8 +156,8 @@ class PartialRollouts:
         stop = tuple(dict.fromkeys((*params.stop, *any_prompt.stop)))
         partial = Partial(enough, resume, version)
         options = GenerateOptions(partial=partial, keys=[keys[number] for number in own])
-        tokens = [list(prompts[number].token_ids) for number in own]
-        completions = engine.generate(tokens, replace(params, stop=stop), progress, options=options)
+        inputs = [prompts[number].inputs for number in own]
+        completions = engine.generate(inputs, replace(params, stop=stop), progress, options=options)
         # Unfinished completions keep their tokens and continue in the next step.
         cut_off, drawn = engine.unfinished, enumerate(completions)
 
@@ -171,7 +171,7 @@ class PartialRollouts:
         begun = Completion((), (), "cancelled")
         groups = [*waiting]
         for prompt in (prompts[number] for number in own):
-            groups.append(Group(prompt, (Unfinished(prompt.token_ids, 0, begun),) * params.n))
+            groups.append(Group(prompt, (Unfinished(prompt.inputs, 0, begun),) * params.n))
         return [replace(g, members=tuple(map(continued, g.members))) for g in groups]
 
     def choose(
@@ -234,7 +234,7 @@ class PartialRollouts:
                 text=text,
                 versions=tuple(versions),
             )
-            unfinished.append(Unfinished(prompt.token_ids, key, completion))
+            unfinished.append(Unfinished(prompt.inputs, key, completion))
         return Group(prompt, tuple(unfinished))
 
 

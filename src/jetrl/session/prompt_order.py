@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +34,7 @@ class PromptDigest:
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
         digest = hashlib.blake2b(digest_size=8)
         for prompt in prompts:
-            digest.update(array("q", prompt.token_ids))
+            digest.update(prompt.inputs.content())
             digest.update(repr((prompt.prompt.id, prompt.prompt.answer)).encode())
         self._digest = digest.hexdigest()
 

@@ -216,7 +216,7 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
     if world().size == 1:
         return
     what = f"the prompts of step {step}, which a task has to give alike on every rank"
-    own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.token_ids, p.stop) for p in prompts]
+    own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.inputs.key(), p.stop) for p in prompts]
     world().same(what, hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest())
 
 
@@ -230,7 +230,7 @@ def samples_digest(samples: Sequence[Sample]) -> str:
     """Return a hash of everything that is trained on, equal across processes."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in samples:  # bytes, not decimal text
-        digest.update(array("i", sample.prompt_token_ids))
+        digest.update(sample.inputs.content())
         digest.update(array("i", sample.completion.token_ids))
         digest.update(array("f", sample.completion.logprobs))
     sizes = [(s.group, len(s.completion.token_ids), s.score.reward) for s in samples]

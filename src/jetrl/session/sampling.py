@@ -27,7 +27,7 @@ from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.tasks.base import Answer, to_stops
 from jetrl.tasks.thoughts import begins_in_thought
-from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score, Turn
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score, Turn
 
 
 class TaskEnvironment:
@@ -63,10 +63,10 @@ def turns_of(task: Task, setting: int | None) -> int:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A task's prompt with its token ids."""
+    """A task's prompt and its encoded inputs."""
 
     prompt: Prompt
-    token_ids: tuple[int, ...]
+    inputs: PromptInputs
     stop: tuple[str, ...] = ()
 
 
@@ -82,18 +82,18 @@ def encode_prompts(
         num_seen[prompt.task] += 1
         if limit and num_seen[prompt.task] > limit:
             continue
-        token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
+        inputs = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
         stops = to_stops(task.stops(prompt), f"{where}: stop of prompt {prompt.id!r}")
-        in_thought = begins_in_thought(prompt, _end_of(policy, token_ids))
+        in_thought = begins_in_thought(prompt, _end_of(policy, inputs.token_ids))
         prompt = dataclasses.replace(prompt, in_thought=in_thought)
-        encoded.append(EncodedPrompt(prompt, tuple(token_ids), stops))
+        encoded.append(EncodedPrompt(prompt, inputs, stops))
     if not encoded:
         raise UserError(f"{where} has no prompts")
     context = policy.config.max_position_embeddings
-    if too_long := [e for e in encoded if len(e.token_ids) >= context]:
+    if too_long := [e for e in encoded if len(e.inputs) >= context]:
         first = too_long[0]
         raise UserError(
-            f"{where}: prompt {first.prompt.id!r} has {len(first.token_ids)} tokens, no room for "
+            f"{where}: prompt {first.prompt.id!r} has {len(first.inputs)} tokens, no room for "
             f"an answer in the context of {context}; shorten or drop {len(too_long)} prompts"
         )
     return encoded
@@ -183,7 +183,7 @@ class Scoring:
         return Sample(
             prompt=self.prompts[group].prompt,
             group=group,
-            prompt_token_ids=self.prompts[group].token_ids,
+            inputs=self.prompts[group].inputs,
             completion=completion,
             score=scored.score,
             failure=scored.failure,
@@ -265,7 +265,7 @@ def sample_prompts(
     try:
         for stop, members in _by_stop(prompts).items():
             # Keys are derived for the full list, regardless of which rank samples a prompt.
-            keys = sequence_keys([prompts[i].token_ids for i in members], params.n)
+            keys = sequence_keys([prompts[i].inputs for i in members], params.n)
             own = [(i, key) for i, key in zip(members, keys, strict=True) if i in place]
             if not own:
                 continue
@@ -277,9 +277,9 @@ def sample_prompts(
             environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
             answers, own_keys = environment if max_turns > 1 else None, [key for _, key in own]
             options = GenerateOptions(environment=answers, keys=own_keys, finished=finished)
-            own_tokens = [list(prompts[i].token_ids) for i, _ in own]
+            own_inputs = [prompts[i].inputs for i, _ in own]
             own_params = dataclasses.replace(params, stop=stops)
-            drawn = engine.generate(own_tokens, own_params, attend, options=options)
+            drawn = engine.generate(own_inputs, own_params, attend, options=options)
             completions |= zip(indices, drawn, strict=True)
     except BaseException:  # nobody will collect these scores
         scoring.drop()

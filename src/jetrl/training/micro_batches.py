@@ -28,7 +28,7 @@ from jetrl.types import Batch
 
 logger = logging.getLogger(__name__)
 
-_OF_TOKENS = ("token_ids", "loss_mask", "rollout_logprobs", "advantages")
+_OF_TOKENS = ("token_ids", "positions", "loss_mask", "rollout_logprobs", "advantages")
 _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 
 

@@ -29,7 +29,7 @@ from jetrl.errors import UserError
 from jetrl.randomness import derive_seed, weighted_draw
 from jetrl.settings.loading import Settings
 from jetrl.training.advantages import group_advantages
-from jetrl.types import Batch, Example, Sample, stem_length
+from jetrl.types import Batch, Example, PromptInputs, Sample, stem_length
 
 MOST_LOGPROB = 1e-4  # other engines may round the log-prob of a certain token above 0
 
@@ -157,10 +157,10 @@ def pack(
     # The first trained token is predicted at the last prompt token.
     for i in chosen:
         sample = samples[i]
-        if not sample.prompt_token_ids:
+        if not len(sample.inputs):
             raise UserError(f"prompt {sample.prompt.id!r} has no tokens before its completion")
     sequences = {
-        i: _Sequence(samples[i].prompt_token_ids, done.token_ids, done.logprobs, done.environment)
+        i: _Sequence(samples[i].inputs, done.token_ids, done.logprobs, done.environment)
         for i in chosen
         if (done := samples[i].completion).token_ids
     }
@@ -174,7 +174,9 @@ def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> l
             if not len(part):
                 raise UserError(f"supervised example {i}: its {name} has no tokens")
     sequences = {
-        i: _Sequence(e.prompt, e.completion, [0.0] * len(e.completion), e.environment)
+        i: _Sequence(
+            PromptInputs(tuple(e.prompt)), e.completion, [0.0] * len(e.completion), e.environment
+        )
         for i, e in enumerate(examples)
     }
     return _pack(sequences, tokens_per_micro_batch, share_prompts=False)
@@ -218,7 +220,7 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
 class _Sequence(NamedTuple):
     """A prompt, its completion, and the spans of the completion that are not trained on."""
 
-    prompt: Sequence[int]
+    prompt: PromptInputs
     completion: Sequence[int]
     logprobs: Sequence[float]
     environment: Sequence[tuple[int, int]]
@@ -236,12 +238,12 @@ class _Stem(NamedTuple):
 
 
 def _stems(sequences: Mapping[int, _Sequence]) -> dict[int, _Stem]:
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[bytes, int] = {}
     stems = {}
     for i, sequence in sequences.items():
         length = stem_length(len(sequence.prompt))
-        tokens = tuple(sequence.prompt[:length])
-        stems[i] = _Stem(first.setdefault(tokens, i) if length else i, length)
+        key = sequence.prompt.first(length).key()
+        stems[i] = _Stem(first.setdefault(key, i) if length else i, length)
     return stems
 
 
@@ -254,15 +256,16 @@ def _pack(
     for ids in _first_fit_decreasing(sequences, stems, tokens_per_micro_batch):
         cu_seqlens = np.cumsum([0, *(sequences[i].length for i in ids)], dtype=np.int64)
         num_tokens = int(cu_seqlens[-1])
-        token_ids = np.empty(num_tokens, dtype=np.int64)
+        token_ids, positions = np.empty((2, num_tokens), dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
         # Copy each sequence into place: prompt, completion, mask, rollout log-probs.
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
             sequence = sequences[i]
             first = start + len(sequence.prompt)
-            token_ids[start:first] = sequence.prompt
+            token_ids[start:first] = sequence.prompt.token_ids
             token_ids[first:end] = sequence.completion
+            positions[start:end] = sequence.prompt.positions(0, sequence.length)
             loss_mask[first:end] = True
             # Environment tokens are context: they were not sampled.
             for begin, stop in sequence.environment:
@@ -270,6 +273,7 @@ def _pack(
             rollout_logprobs[first:end] = sequence.logprobs
         batch = Batch(
             token_ids=token_ids,
+            positions=positions,
             cu_seqlens=cu_seqlens,
             loss_mask=loss_mask,
             rollout_logprobs=rollout_logprobs,
@@ -327,14 +331,15 @@ def shares_prompts(
     if setting != "auto":
         return bool(setting)
     total = saved = 0
-    stems: set[tuple[int, ...]] = set()
+    stems: set[bytes] = set()
     for i in range(len(samples)) if sample_ids is None else sample_ids:
-        prompt, completion = samples[i].prompt_token_ids, samples[i].completion.token_ids
+        prompt, completion = samples[i].inputs, samples[i].completion.token_ids
         if not completion:
             continue
         total += len(prompt) + len(completion)
         # Each stem is computed once: every sequence but the first saves it.
-        stem = tuple(prompt[: stem_length(len(prompt))])
-        saved += len(stem) if stem in stems else 0
-        stems.add(stem)
+        stem = prompt.first(stem_length(len(prompt)))
+        key = stem.key()
+        saved += len(stem) if key in stems else 0
+        stems.add(key)
     return bool(total) and saved / total >= WORTH_SHARING

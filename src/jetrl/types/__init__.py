@@ -9,15 +9,18 @@ The life of one answer:
     prompt     = Prompt(id="train-17", text="12+7=", answer="19")
     completion = Completion(token_ids=(21, 29, 2), logprobs=(-0.1, -0.7, -0.0),
                             finish_reason="stop", text="19")
-    sample     = Sample(prompt=prompt, group=0, prompt_token_ids=(21, 22, 13, 27, 31),
+    inputs     = PromptInputs(token_ids=(21, 22, 13, 27, 31))
+    sample     = Sample(prompt=prompt, group=0, inputs=inputs,
                         completion=completion, score=Score(1.0))
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -76,6 +79,42 @@ class Prompt:
         if self.text is not None:
             return self.text
         return str((self.messages or ({},))[-1].get("content") or "")
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """All that the model reads of a prompt, on the host; `models.packed.ForwardInputs` on a device.
+
+    Two prompts are the same to the model if their keys are equal. Random keys, shared prompts and
+    drafts compare keys, never tokens.
+
+    Images join here: a field for the embedding rows that replace those of some tokens, which
+    `content` appends and `first` cuts, and `positions` with more than one axis.
+
+    Attributes:
+        token_ids: The tokens, at least one.
+    """
+
+    token_ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def positions(self, start: int, stop: int) -> Sequence[int]:
+        """Return the positions of tokens [start, stop); those after the prompt follow it."""
+        return range(start, stop)
+
+    def content(self) -> bytes:
+        """Return all that the model reads, as bytes that differ if it differs."""
+        return array("q", self.token_ids).tobytes()
+
+    def key(self, size: int = 32) -> bytes:
+        """Return a hash of the content, of `size` bytes."""
+        return hashlib.blake2b(self.content(), digest_size=size).digest()
+
+    def first(self, num_tokens: int) -> PromptInputs:
+        """Return the inputs of the first tokens."""
+        return replace(self, token_ids=self.token_ids[:num_tokens])
 
 
 # Scalars and arrays of NumPy and torch become Python's: a tensor is equal to no token id.
@@ -202,9 +241,14 @@ class Completion:
 class Unfinished:
     """A completion that was cut off, to be continued with the random numbers of `key`."""
 
-    prompt_token_ids: tuple[int, ...]
+    inputs: PromptInputs
     key: int
     completion: Completion
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
+        return self.inputs.token_ids
 
 
 @dataclass(frozen=True)
@@ -229,12 +273,17 @@ class Sample:
 
     prompt: Prompt
     group: int
-    prompt_token_ids: tuple[int, ...]
+    inputs: PromptInputs
     completion: Completion
     score: Score
     failure: str = ""
     readable: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
+        return self.inputs.token_ids
 
 
 @dataclass(frozen=True)
@@ -260,6 +309,7 @@ class Batch:
 
     Attributes:
         token_ids: int64 [T].
+        positions: int64 [T], each token's position in its sequence.
         cu_seqlens: int64 [S+1], the starts of the sequences, and T.
         loss_mask: bool [T], True for sampled tokens whose log-prob, given the tokens before, is
             trained on; never at a sequence's first token.
@@ -269,12 +319,13 @@ class Batch:
         stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
             may compute once (`models.packed`). None: each is computed whole.
         stem_lengths: int64 [S], the number of those tokens; None with stem_ids.
-        Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
-              rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
-              sample_ids=[4, 0])
+        Batch(token_ids=[5, 6, 7, 8, 9], positions=[0, 1, 2, 0, 1], cu_seqlens=[0, 3, 5],
+              loss_mask=[F, F, T, F, T], rollout_logprobs=[0, 0, -0.5, 0, -0.1],
+              advantages=[0, 0, 1, 0, -1], sample_ids=[4, 0])
     """
 
     token_ids: np.ndarray
+    positions: np.ndarray
     cu_seqlens: np.ndarray
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray
