@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from jetrl import Policy
 from jetrl.models.families import linear_layers
+from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
 
 
@@ -45,7 +46,8 @@ def forward_errors(truth: Any, policy: Policy, ids: Tensor) -> Row:
     sums = torch.zeros(3, dtype=torch.float64, device=ids.device)
     for one in ids:
         true = truth(one[None]).logits[0].log_softmax(-1)
-        hidden = policy.packed_hidden(one, ends, torch.arange(LENGTH, device=ids.device))
+        inputs = ForwardInputs.packed(one, ends).to(ids.device)
+        hidden = policy.packed_hidden(inputs, ends, torch.arange(LENGTH, device=ids.device))
         found = policy.decoder.logits(hidden, "train").log_softmax(-1)
         drawn = (true - found)[:-1].gather(1, one[1:, None])
         greedy = (true.argmax(-1) != found.argmax(-1)).sum()

@@ -16,6 +16,7 @@ from jetrl.kernels.attention.forward import attend_tiles, stage_keys
 from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.models import attention, decoder, dense
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import locate, measure, random_prompts, self_check
@@ -94,14 +95,15 @@ def test_gradients_follow_the_reference(preset: str, options: dict[str, str], fa
         assert_gradients_are_near(on_gpu, on_cpu, 0.25)
 
 
-def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the tokens, the `cu_seqlens` and the targets of random sequences."""
+def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[ForwardInputs, torch.Tensor, torch.Tensor]:
+    """Return the inputs, the `cu_seqlens` and the targets of random sequences."""
     g = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, p.config.vocab_size, (sum(lengths),), generator=g).cuda()
     ends = torch.tensor([0, *lengths]).cumsum(0)
     first = set(ends.tolist())
     targets = torch.tensor([i for i in range(sum(lengths)) if i not in first])
-    return tokens, ends.cuda(), targets.cuda()
+    ends = ends.cuda()
+    return ForwardInputs.packed(tokens, ends), ends, targets.cuda()
 
 
 class AttentionKernels(torch.autograd.Function):

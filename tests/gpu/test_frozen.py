@@ -9,6 +9,7 @@ import small_models
 import torch
 
 from jetrl.models.families import ModelConfig
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
@@ -60,7 +61,9 @@ def test_scores_do_not_depend_on_the_batch_and_gradients_are_there(preset: str) 
     assert torch.equal(together, frozen.scores(prompts, 10**6))
     tokens = torch.tensor(prompts[0], device="cuda")
     ends = torch.tensor([0, len(tokens)], device="cuda")
-    values = model.values(tokens, ends, torch.arange(len(tokens), device="cuda"))
+    values = model.values(
+        ForwardInputs.packed(tokens, ends), ends, torch.arange(len(tokens), device="cuda")
+    )
     values.square().sum().backward()
     masters = model.master_weights()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in masters.values())

@@ -20,6 +20,7 @@ from jetrl.memory.fitting import check_fits
 from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.models.packed import ForwardInputs
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.settings.loading import load_config
 
@@ -47,10 +48,12 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     ids = torch.randint(0, config.vocab_size, (tokens,), device="cuda")
     targets = torch.cat([torch.arange(a + 1, b) for a, b in itertools.pairwise(ends.tolist())])
-    targets = targets.cuda()
+    inputs, targets = ForwardInputs.packed(ids, ends), targets.cuda()
     for _ in range(2):  # the first time compiles, and leaves gradients
         before = requested()
-        logprobs, _ = policy.train_logprobs(ids, ends, targets, activation_checkpointing=recomputed)
+        logprobs, _ = policy.train_logprobs(
+            inputs, ends, targets, activation_checkpointing=recomputed
+        )
         kept = requested() - before
         torch.cuda.reset_peak_memory_stats()
         logprobs.sum().backward()

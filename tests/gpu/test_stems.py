@@ -15,7 +15,7 @@ import jetrl.kernels.attention.backward as module
 from jetrl.kernels.attention.forward import attend_tiles, stage_keys
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import quantize_keys_and_values
-from jetrl.models.packed import Stems
+from jetrl.models.packed import ForwardInputs, Stems
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +114,8 @@ def test_log_probs_have_the_bits_of_whole_sequences(preset: str) -> None:
 
     def run(stems: Stems | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ends = torch.tensor(w.starts)
-        logprobs, _ = policy.train_logprobs(tokens, ends, targets, stems=stems)
+        inputs = ForwardInputs.packed(tokens, ends)
+        logprobs, _ = policy.train_logprobs(inputs, ends, targets, stems=stems)
         (logprobs * weights).sum().backward()
         masters = policy.master_weights()
         gradients = {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}

@@ -256,6 +256,7 @@ def speculation() -> None:
 
 def prefill(shape: str, plan: Any, rank: int = 0) -> None:
     """Prompts with and without a last layer of their ends alone."""
+    from jetrl.models.packed import ForwardInputs
     from jetrl.rollout.kv_cache import PagedCache, Span
 
     policy = policy_of(shape, plan, rank)
@@ -264,18 +265,19 @@ def prefill(shape: str, plan: Any, rank: int = 0) -> None:
     tokens = torch.zeros(700, dtype=torch.int64, device=META)
     for ends in (False, True):
         kv = cache.key_values(spans, ends=ends)
-        policy.rollout_logits(policy.rollout_forward(tokens, tokens, kv))
+        policy.rollout_logits(policy.rollout_forward(ForwardInputs(tokens, tokens), kv))
 
 
 def update(shape: str, plan: Any, rank: int = 0) -> None:
     """Forward and backward, with and without recomputation, and the quantized weights."""
+    from jetrl.models.packed import ForwardInputs
+
     policy = policy_of(shape, plan, rank)
     ends, targets = torch.tensor([0, 1000, 4096]), torch.arange(1, 900)
+    inputs = ForwardInputs.packed(torch.zeros(4096, dtype=torch.int64), ends)
     for recomputed in (False, True):
         with torch.enable_grad():
-            logprobs, _ = policy.train_logprobs(
-                torch.zeros(4096, dtype=torch.int64), ends, targets, 0.9, recomputed
-            )
+            logprobs, _ = policy.train_logprobs(inputs, ends, targets, 0.9, recomputed)
             logprobs.backward(torch.empty(899, device=META))
     policy.requantize()
 
@@ -313,7 +315,7 @@ def stems_of(length: int, rows: int, branches: int = 2) -> Any:
 
     ends = [0, *(length + i for i in range(branches)), rows]
     empty = torch.zeros(0, dtype=torch.int64)
-    return Stems(empty, empty, empty, ends, [-1] + [0] * branches)
+    return Stems(empty, empty, ends, [-1] + [0] * branches)
 
 
 def attend(source: Any, tokens: int, head_dim: int, backward: bool = True) -> None:

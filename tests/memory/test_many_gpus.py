@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.models.packed import pack
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config
@@ -54,8 +55,8 @@ def _bytes_on_this_rank() -> tuple[int, int, int]:
     gradients = policy.weights.gradients
     gradients.begin_update()
     gradients.begin_micro_batch([8] * world().size)
-    token_ids, ends = torch.arange(8), torch.tensor([0, 8])
-    logprobs, _ = policy.train_logprobs(token_ids, ends, torch.arange(1, 8))
+    inputs, ends = pack([range(8)], policy.device)
+    logprobs, _ = policy.train_logprobs(inputs, ends, torch.arange(1, 8))
     logprobs.sum().backward()
     gradients.end_micro_batch()
     gradients.end_update()
@@ -78,8 +79,8 @@ def _same_after_a_failure() -> bool:
         gradients.begin_update()
         gradients.begin_micro_batch([8] * world().size)
         if not fails or world().rank != 1:
-            token_ids = torch.arange(8) + world().rank
-            logprobs, _ = policy.train_logprobs(token_ids, torch.tensor([0, 8]), torch.arange(1, 8))
+            inputs, ends = pack([range(world().rank, world().rank + 8)], policy.device)
+            logprobs, _ = policy.train_logprobs(inputs, ends, torch.arange(1, 8))
             logprobs.sum().backward()
         gradients.end_micro_batch(failed=fails)
         gradients.end_update()

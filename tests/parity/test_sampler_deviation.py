@@ -13,6 +13,7 @@ from tests.parity.test_exactness import CONFIG
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
 from jetrl.kernels.sampling import normal_noise, random_bits
+from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan, QTensor, dequantize, quantize
 from jetrl.precision.plan import SamplerDeviation
 from jetrl.rollout.sequence import sequence_keys
@@ -108,7 +109,8 @@ def test_a_draws_log_prob_is_of_the_noisy_distribution() -> None:
         prompt = prompts[index // 2]
         ids = torch.tensor(prompt + list(completion.token_ids))
         with torch.no_grad():
-            hidden = p.packed_hidden(ids, torch.tensor([0, len(ids)]), torch.arange(len(ids)))
+            ends = torch.tensor([0, len(ids)])
+            hidden = p.packed_hidden(ForwardInputs.packed(ids, ends), ends, torch.arange(len(ids)))
             logits = p.decoder.logits(hidden, "train")[len(prompt) - 1 : -1]
         positions = np.arange(len(prompt), len(ids))
         ones = np.ones_like(positions)

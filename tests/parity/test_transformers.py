@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetrl import Policy
 from jetrl.models.attention import PackedKeyValues
+from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
 
 SIZES: dict[str, Any] = {
@@ -69,10 +70,10 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 200, (n,), generator=g) for n in lengths]
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    inputs = ForwardInputs.packed(torch.cat(sequences), ends)
     with torch.no_grad():
         kv = PackedKeyValues(ends, policy.plan)
-        hidden = policy.decoder(torch.cat(sequences), positions, kv, "train")
+        hidden = policy.decoder(inputs, kv, "train")
         ours = policy.decoder.logits(hidden, "train").split(lengths)
         theirs = [model(s[None]).logits[0] for s in sequences]
     for a, b in zip(ours, theirs, strict=True):

@@ -17,6 +17,7 @@ from tests.training.shared import count_different
 
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.draft_head import DraftHead
+from jetrl.models.packed import ForwardInputs
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import EnvironmentReply, GenerateOptions
 from jetrl.types import SamplingParams
@@ -72,8 +73,8 @@ def draw(logits: np.ndarray, bits: int, params: SamplingParams) -> tuple[int, fl
 def next_logits(policy, tokens: list[int]) -> np.ndarray:
     kv = PackedKeyValues(torch.tensor([0, len(tokens)]), policy.plan)
     with torch.no_grad():
-        places = torch.arange(len(tokens))
-        hidden = policy.decoder(torch.tensor(tokens), places, kv, "rollout")
+        inputs = ForwardInputs(torch.tensor(tokens), torch.arange(len(tokens)))
+        hidden = policy.decoder(inputs, kv, "rollout")
         return policy.decoder.logits(hidden[-1:], "rollout")[0].numpy()
 
 

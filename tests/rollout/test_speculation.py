@@ -14,6 +14,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.kernels.decode_state import HEAD, UNKNOWN, DecodeState, Drafts
 from jetrl.models.draft_head import DraftHead
+from jetrl.models.packed import ForwardInputs
 from jetrl.rollout.draft_widths import DraftWidths, DraftWorth, Width, _Times, choices
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Partial
@@ -201,7 +202,9 @@ def test_the_head_begins_at_the_state_of_the_last_token_drawn(policy, monkeypatc
     tokens = torch.tensor([*PROMPTS[0], *completion.token_ids])
     with torch.no_grad():
         ends = torch.tensor([0, len(tokens)])
-        states = policy.packed_hidden(tokens, ends, torch.arange(len(tokens)))
+        states = policy.packed_hidden(
+            ForwardInputs.packed(tokens, ends), ends, torch.arange(len(tokens))
+        )
     found = 0
     for hidden, last in seen:
         places = [

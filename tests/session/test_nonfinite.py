@@ -286,10 +286,10 @@ def test_too_little_memory_costs_time_and_not_tokens(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(runner, step, sequences)
 
-    def small_logprobs(policy: Any, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len(token_ids) > 64:
+    def small_logprobs(policy: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(inputs) > 64:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
-        return logprobs(policy, token_ids, *args, **kwargs)
+        return logprobs(policy, inputs, *args, **kwargs)
 
     monkeypatch.setattr(Prefill, "forward", small_forward)
     monkeypatch.setattr(Policy, "train_logprobs", small_logprobs)

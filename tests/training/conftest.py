@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from jetrl.models.packed import ForwardInputs, pack
 from jetrl.precision.gradients import Gradients
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 
@@ -94,7 +95,7 @@ class Bigram:
 
     def train_logprobs(
         self,
-        token_ids: torch.Tensor,
+        inputs: ForwardInputs,
         cu_seqlens: torch.Tensor,
         targets: torch.Tensor,
         temperature: float = 1.0,
@@ -106,6 +107,7 @@ class Bigram:
             ("grad" if torch.is_grad_enabled() else "no_grad", activation_checkpointing)
         )
         assert not set(targets.tolist()) & set(cu_seqlens.tolist())
+        token_ids = inputs.token_ids
         logits = self.masters["table.weight"][token_ids[targets - 1]] + self.masters["table.bias"]
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
         mean, square = ((logprobs.exp() * (-logprobs) ** k).sum(-1).detach() for k in (1, 2))
@@ -114,12 +116,11 @@ class Bigram:
 
     def logprob_of(self, sample: Sample) -> float:
         """The sum of the log-probs of a sample's completion, as this policy sees it now."""
-        tokens = torch.tensor([*sample.prompt_token_ids, *sample.completion.token_ids])
-        start, end = len(sample.prompt_token_ids), len(tokens)
+        tokens = [*sample.prompt_token_ids, *sample.completion.token_ids]
+        inputs, ends = pack([tokens], torch.device("cpu"))
+        targets = torch.arange(len(sample.inputs), len(tokens))
         with torch.no_grad():
-            logprobs, _ = self.train_logprobs(
-                tokens, torch.tensor([0, end]), torch.arange(start, end)
-            )
+            logprobs, _ = self.train_logprobs(inputs, ends, targets)
         self.calls.clear()
         return float(logprobs.double().sum())
 
@@ -132,14 +133,10 @@ class Bigram:
             vocab_size = self.config.vocab_size
             prompt = rng.integers(0, vocab_size, 2 + i % 3)
             completion = rng.integers(0, vocab_size, 1 + i % 4)
-            tokens = torch.tensor([*prompt, *completion])
+            inputs, ends = pack([[*prompt, *completion]], torch.device("cpu"))
+            targets = torch.arange(len(prompt), len(inputs))
             with torch.no_grad():
-                logprobs, _ = self.train_logprobs(
-                    tokens,
-                    torch.tensor([0, len(tokens)]),
-                    torch.arange(len(prompt), len(tokens)),
-                    temperature,
-                )
+                logprobs, _ = self.train_logprobs(inputs, ends, targets, temperature)
             samples.append(
                 make_sample(
                     i // size, prompt.tolist(), completion.tolist(), reward, logprobs.tolist()

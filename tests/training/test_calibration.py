@@ -94,12 +94,12 @@ def test_its_forwards_are_divided_where_memory_runs_out(sample, monkeypatch) -> 
     (trainer, _), samples = calibrated_trainer(policy, 1), draw(policy, sample, 8)
     forward, sizes = Policy.train_logprobs, []
 
-    def train_logprobs(policy, token_ids, *args, **kwargs):
+    def train_logprobs(policy, inputs, *args, **kwargs):
         if policy.plan.name == "bf16":
-            if len(token_ids) > 16:
+            if len(inputs) > 16:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            sizes.append(len(token_ids))
-        return forward(policy, token_ids, *args, **kwargs)
+            sizes.append(len(inputs))
+        return forward(policy, inputs, *args, **kwargs)
 
     monkeypatch.setattr(Policy, "train_logprobs", train_logprobs)
     metrics = trainer.step(samples).metrics

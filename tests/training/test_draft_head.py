@@ -10,6 +10,7 @@ from tests.training.shared import draw, equal, make_policy, settings, snapshot
 from jetrl.errors import UserError
 from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
+from jetrl.models.packed import ForwardInputs
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.draft_head import DraftHeadTraining
@@ -84,7 +85,7 @@ def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
             batch = micro.batch
             copy = training.observer(batch)
             policy.train_logprobs(
-                torch.from_numpy(batch.token_ids),
+                ForwardInputs.of(batch),
                 torch.from_numpy(batch.cu_seqlens),
                 torch.from_numpy(np.flatnonzero(batch.loss_mask)),
                 seen=copy,
@@ -101,9 +102,9 @@ def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
     for s in samples:
         tokens = [*s.prompt_token_ids, *s.completion.token_ids]
         start, end = len(s.prompt_token_ids), len(tokens)
-        states = policy.packed_hidden(
-            torch.tensor(tokens), torch.tensor([0, end]), torch.arange(end)
-        )
+        ends = torch.tensor([0, end])
+        inputs = ForwardInputs.packed(torch.tensor(tokens), ends)
+        states = policy.packed_hidden(inputs, ends, torch.arange(end))
         for place in range(start, end - 1):
             assert torch.equal(one.hidden[at], states[place - 1])
             behind = tokens[place : place + 4]

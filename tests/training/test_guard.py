@@ -31,11 +31,11 @@ def poisoned(bigram, monkeypatch):
         policy = bigram(exact=False)
         forward = policy.train_logprobs
 
-        def train_logprobs(token_ids, cu_seqlens, targets, *args, **kwargs):
-            logprobs, moments = forward(token_ids, cu_seqlens, targets, *args, **kwargs)
+        def train_logprobs(inputs, cu_seqlens, targets, *args, **kwargs):
+            logprobs, moments = forward(inputs, cu_seqlens, targets, *args, **kwargs)
             if torch.is_grad_enabled() and policy.poison is not None:
                 logprobs = logprobs * torch.where(
-                    token_ids[targets] == policy.poison, math.nan, 1.0
+                    inputs.token_ids[targets] == policy.poison, math.nan, 1.0
                 )
             return logprobs, moments
 

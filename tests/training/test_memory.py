@@ -36,11 +36,11 @@ def limited(policy, limit, error=ERRORS["of a GPU"], when=lambda: True):
     """
     forward, policy.sizes = policy.train_logprobs, []
 
-    def train_logprobs(token_ids, *args, **kwargs):
-        if len(token_ids) > limit and when():
+    def train_logprobs(inputs, *args, **kwargs):
+        if len(inputs) > limit and when():
             raise error()
-        policy.sizes.append(len(token_ids))
-        return forward(token_ids, *args, **kwargs)
+        policy.sizes.append(len(inputs))
+        return forward(inputs, *args, **kwargs)
 
     policy.train_logprobs = train_logprobs
     return policy

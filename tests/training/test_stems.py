@@ -8,7 +8,7 @@ import torch
 from tests.training.shared import make_policy, rescored, scalar_config, settings
 from torch import Tensor
 
-from jetrl.models.packed import Stems
+from jetrl.models.packed import ForwardInputs, Stems
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision.plan import PrecisionPlan
@@ -110,7 +110,7 @@ def test_values_of_a_scalar_model_have_the_same_bits() -> None:
     def values(stems: Stems | None) -> Tensor:
         rows = torch.from_numpy(targets(shared))
         ends = torch.from_numpy(whole.cu_seqlens)
-        return model.values(torch.from_numpy(shared.token_ids), ends, rows, stems=stems)
+        return model.values(ForwardInputs.of(shared), ends, rows, stems=stems)
 
     assert torch.equal(values(Stems.of(shared)), values(None))
 

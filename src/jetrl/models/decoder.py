@@ -35,6 +35,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused
 from jetrl.models.mixer import AttentionShape, Mixer
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
@@ -152,25 +153,24 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
+        inputs: ForwardInputs,
         kv: KeyValues,
         side: Side,
         activation_checkpointing: bool = False,
     ) -> Tensor:
-        """Return the final norm's output [T, D], or that of `kv.rows`, for token_ids int64 [T].
+        """Return the final norm's output [T, D], or that of `kv.rows`, for inputs of T tokens.
 
-        `positions` is int64 [T], within each sequence. `activation_checkpointing` saves only the
-        inputs of layers and computes layers again in backward.
+        `activation_checkpointing` saves only the inputs of layers and computes layers again in
+        backward.
         """
-        x = embed(token_ids, self.embedding, self.weights.gradients)
+        x = embed(inputs.token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
         delta, still = None, self.config.layers_without_rope
         for index, layer in enumerate(self.layers):
             last = layer is self.layers[-1]
             table = self.still_table if layer.index in still else self.rotary_table
             exponents = None if self.exponents is None else self.exponents[index]
-            rotation = Rotation(positions, table, exponents)
+            rotation = Rotation(inputs.positions, table, exponents)
             if activation_checkpointing:
                 x, delta = checkpoint(
                     layer, x, delta, rotation, kv, side, self.trace, last,

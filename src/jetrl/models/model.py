@@ -25,7 +25,7 @@ from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.hf_save import SaveDtype
 from jetrl.models.nvfp4_files import check_base
-from jetrl.models.packed import Stems, as_token_ids, token_positions, upload
+from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
@@ -208,7 +208,7 @@ class Model:
 
     def packed_hidden(
         self,
-        token_ids: Tensor,
+        inputs: ForwardInputs,
         cu_seqlens: Tensor,
         rows: Tensor,
         activation_checkpointing: bool = False,
@@ -216,17 +216,15 @@ class Model:
     ) -> Tensor:
         """Return the training side's decoder output [R, D] at `rows` of a packed batch.
 
-        `token_ids`, int64 [T], and `rows`, int64 [R], are on the model's device. `cu_seqlens`,
+        `inputs`, of T tokens, and `rows`, int64 [R], are on the model's device. `cu_seqlens`,
         int64 [S + 1], may be on the CPU, which saves a host sync. `stems` holds the rows to compute
         if sequences share their first tokens; None: all.
         """
         kv = PackedKeyValues(cu_seqlens, self.plan, self.device, stems)
-        positions = token_positions(cu_seqlens) if stems is None else stems.positions
-        positions = upload(positions, self.device)
         if stems is not None:
-            token_ids = token_ids[upload(stems.rows, self.device)]
+            inputs = inputs[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
-        hidden: Tensor = self.decoder(token_ids, positions, kv, "train", activation_checkpointing)
+        hidden: Tensor = self.decoder(inputs, kv, "train", activation_checkpointing)
         return hidden[rows]
 
     @contextlib.contextmanager

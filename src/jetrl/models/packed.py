@@ -1,4 +1,4 @@
-"""Sequences packed end to end for a forward, and stems: first tokens that several share.
+"""The inputs of a forward: sequences packed end to end, and stems, which several share.
 
 The samples of a group have one prompt. A token's activations depend only on the tokens before it,
 so the prompt's are the same in each sample, to the bit, and one copy serves all: the stem. The rest
@@ -37,11 +37,46 @@ def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int
     return token_ids
 
 
-def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of sequences end to end, int64 [T], and their starts and T: [S + 1]."""
-    lengths = torch.tensor([0, *map(len, sequences)], device=device)
+@dataclass(frozen=True)
+class ForwardInputs:
+    """All that the decoder reads of the tokens of a forward; `types.PromptInputs` on the host.
+
+    Images join here: a field for the rows that replace embeddings, and positions [T, A] of A axes.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], each token's position in its sequence.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+
+    @staticmethod
+    def of(batch: Batch) -> ForwardInputs:
+        """Return the inputs of all tokens of a packed batch, on the CPU."""
+        return ForwardInputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions))
+
+    @staticmethod
+    def packed(token_ids: Tensor, cu_seqlens: Tensor) -> ForwardInputs:
+        """Return the inputs of tokens, int64 [T], of texts that start at cu_seqlens, [S + 1]."""
+        return ForwardInputs(token_ids, token_positions(cu_seqlens))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, rows: Tensor) -> ForwardInputs:
+        return ForwardInputs(self.token_ids[rows], self.positions[rows])
+
+    def to(self, device: torch.device) -> ForwardInputs:
+        """Return the inputs on a device, without waiting for it."""
+        return ForwardInputs(upload(self.token_ids, device), upload(self.positions, device))
+
+
+def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[ForwardInputs, Tensor]:
+    """Return texts end to end, and their starts and T: int64 [S + 1]."""
+    cu_seqlens = torch.tensor([0, *map(len, sequences)], device=device).cumsum(0)
     token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
-    return token_ids, lengths.cumsum(0)
+    return ForwardInputs.packed(token_ids, cu_seqlens), cu_seqlens
 
 
 def token_positions(cu_seqlens: Tensor) -> Tensor:
@@ -67,19 +102,17 @@ class Stems:
     Attributes:
         rows: int64 [C] on the CPU, the batch's rows that are computed, run after run.
         row_of: int64 [T] on the CPU, the computed row that holds each row of the batch.
-        positions: int64 [C] on the CPU, each computed row's position in its sequence.
         run_starts: The first computed row of each run, and C; R + 1 numbers.
         stem_of: The number of each run's stem among the runs, -1 without one; R numbers.
 
     Two sequences [a b c] and [a b d e] that share two tokens (if STEM_BLOCK were 2):
 
-        Stems(rows=[0, 1, 2, 5, 6], row_of=[0, 1, 2, 0, 1, 3, 4], positions=[0, 1, 2, 2, 3],
-              run_starts=[0, 2, 3, 5], stem_of=[-1, 0, 0])
+        Stems(rows=[0, 1, 2, 5, 6], row_of=[0, 1, 2, 0, 1, 3, 4], run_starts=[0, 2, 3, 5],
+              stem_of=[-1, 0, 0])
     """
 
     rows: Tensor
     row_of: Tensor
-    positions: Tensor
     run_starts: Sequence[int]
     stem_of: Sequence[int]
 
@@ -114,7 +147,5 @@ class Stems:
             first = run_starts[run_of_stem[stem]]
             row_of[start : start + length] = np.arange(first, first + length)
             add_run(start + length, end, run_of_stem[stem])
-        computed = np.concatenate(rows)
-        starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
-        tensor, positions = torch.from_numpy, computed - starts[computed]
-        return Stems(tensor(computed), tensor(row_of), tensor(positions), run_starts, stem_of)
+        computed = torch.from_numpy(np.concatenate(rows))
+        return Stems(computed, torch.from_numpy(row_of), run_starts, stem_of)

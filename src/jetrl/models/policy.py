@@ -20,7 +20,7 @@ from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
 from jetrl.models.decoder import without_adapters
 from jetrl.models.model import Model
-from jetrl.models.packed import Stems, pack, token_positions, upload
+from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upload
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import BF16
 from jetrl.types import SamplingParams
@@ -50,13 +50,12 @@ class Policy(Model):
         return part
 
     @torch.no_grad()
-    def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:
+    def rollout_forward(self, inputs: ForwardInputs, kv: KeyValues) -> Tensor:
         """Return the rollout side's decoder output, [T, D], or that of `kv.rows`.
 
-        `token_ids` is int64 [T]; `positions`, int64 [T], is each token's position in its sequence.
         `kv` has earlier keys and values and stores new ones.
         """
-        hidden: Tensor = self.decoder(token_ids, positions, kv, "rollout")
+        hidden: Tensor = self.decoder(inputs, kv, "rollout")
         return hidden
 
     @torch.no_grad()
@@ -66,7 +65,7 @@ class Policy(Model):
 
     def train_logprobs(
         self,
-        token_ids: Tensor,
+        inputs: ForwardInputs,
         cu_seqlens: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
@@ -76,13 +75,13 @@ class Policy(Model):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
-        The three tensors may be on the CPU; there cu_seqlens saves a host sync. Full logits are
+        All tensors may be on the CPU; there cu_seqlens saves a host sync. Full logits are
         held for only a chunk of rows at a time.
 
         Args:
-            token_ids: int64 [T], sequences end to end.
+            inputs: The T tokens of the sequences, end to end.
             cu_seqlens: int64 [S + 1], the start of each sequence, and T.
-            targets: int64 [R], indices into token_ids, never a sequence's first.
+            targets: int64 [R], indices of tokens, never a sequence's first.
             activation_checkpointing: Compute layers and logits again in backward.
             stems: The rows to compute if sequences share their first tokens; None: all.
             seen: Called with the hidden states [R, D] that the log-probs are computed from.
@@ -92,9 +91,9 @@ class Policy(Model):
             the moments of its distribution, float32 [2, R], not differentiable: the entropy in
             nats, and the variance of a draw's -log p around it.
         """
-        token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
+        inputs, targets = inputs.to(self.device), upload(targets, self.device)
         before = self.packed_hidden(
-            token_ids,
+            inputs,
             cu_seqlens,
             rows=targets - 1,
             activation_checkpointing=activation_checkpointing,
@@ -103,7 +102,7 @@ class Policy(Model):
         if seen is not None:
             seen(before.detach())
         return self._head_logprobs(
-            before, token_ids[targets], temperature, activation_checkpointing
+            before, inputs.token_ids[targets], temperature, activation_checkpointing
         )
 
     def _head_logprobs(
@@ -144,7 +143,7 @@ class Policy(Model):
         temperature = SamplingParams(temperature=temperature).temperature or 1.0
         if not sequences:
             return []
-        token_ids, cu_seqlens = pack(sequences, self.device)
+        inputs, cu_seqlens = pack(sequences, self.device)
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
-        logprobs, _ = self.train_logprobs(token_ids, cu_seqlens, targets, temperature)
+        logprobs, _ = self.train_logprobs(inputs, cu_seqlens, targets, temperature)
         return list(logprobs.split([len(sequence) - 1 for sequence in sequences]))

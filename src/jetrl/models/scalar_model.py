@@ -20,7 +20,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter
 from jetrl.models.model import Model
-from jetrl.models.packed import Stems, pack, upload
+from jetrl.models.packed import ForwardInputs, Stems, pack, upload
 from jetrl.models.source import ModelSource
 from jetrl.precision.plan import PrecisionPlan
 
@@ -43,7 +43,7 @@ class ScalarModel(Model):
 
     def values(
         self,
-        token_ids: Tensor,
+        inputs: ForwardInputs,
         cu_seqlens: Tensor,
         rows: Tensor,
         activation_checkpointing: bool = False,
@@ -51,14 +51,13 @@ class ScalarModel(Model):
     ) -> Tensor:
         """Return the model's numbers, float32 [R], at rows of a packed batch, differentiable.
 
-        `token_ids` is int64 [T], `cu_seqlens` int64 [S + 1], `rows` int64 [R]; they may be on the
-        CPU, and `stems` is as in `Policy.train_logprobs`.
+        `cu_seqlens` is int64 [S + 1], `rows` int64 [R]; all may be on the CPU, and the rest is as
+        in `Policy.train_logprobs`.
         """
-        token_ids, rows = upload(token_ids, self.device), upload(rows, self.device)
         hidden = self.packed_hidden(
-            token_ids,
+            inputs.to(self.device),
             cu_seqlens,
-            rows=rows,
+            rows=upload(rows, self.device),
             activation_checkpointing=activation_checkpointing,
             stems=stems,
         )
@@ -79,8 +78,8 @@ class ScalarModel(Model):
             packs[-1].append(sequence)
         own = []
         for sequences_at_once in world().share(packs):
-            token_ids, cu_seqlens = pack(sequences_at_once, self.device)
-            own.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
+            inputs, cu_seqlens = pack(sequences_at_once, self.device)
+            own.append(self.values(inputs, cu_seqlens, cu_seqlens[1:] - 1).cpu())
         scores = world().gather_in_order("scores of sequences", own)
         return torch.cat(scores) if scores else torch.zeros(0)
 

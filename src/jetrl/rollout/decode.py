@@ -33,6 +33,7 @@ from jetrl.kernels.decode_state import (
     VerifyInputs,
 )
 from jetrl.memory.device import DeviceBytes
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import DecodeWork, PagedCache, Span
@@ -199,7 +200,8 @@ class EagerForwards:
         if len(live):
             # Rows of sequences that have ended are left out.
             kv = self.cache.key_values(self._spans(inputs, size))
-            hidden = policy.rollout_forward(inputs.token_ids[live], inputs.positions[live], kv)
+            read = ForwardInputs(inputs.token_ids, inputs.positions)
+            hidden = policy.rollout_forward(read[live], kv)
             all_hidden[live] = hidden
             logits = policy.rollout_logits(hidden)
             for part in chunks_of_draws(len(live), logits):
@@ -260,7 +262,8 @@ class GraphForwards(EagerForwards):
             several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, size.verify.most)
         work = DecodeWork(self.buffers.tables[: size.rows], inputs.lengths, size.longest, several)
         kv = self.cache.decode_key_values(inputs.slots, work)
-        hidden = self.policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
+        read = ForwardInputs(inputs.token_ids, inputs.positions)
+        hidden = self.policy.rollout_forward(read, kv)
         logits, rows = self.policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))
         noise, draw = self.policy.plan.sampler_deviation.logit_noise, self.buffers.sampler.draw
         return draw(logits, inputs.bits, rows, size.filtered, noise), hidden

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetrl.kernels.decode_state import BROKEN
 from jetrl.kernels.sampling import random_bits
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache, Span
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
@@ -50,8 +51,7 @@ class Prefill:
             positions += sequence.prompt.positions(chunk.start, chunk.start + chunk.length)
         device = self.policy.device
         hidden = self.policy.rollout_forward(
-            to_device(token_ids, device),
-            to_device(positions, device),
+            ForwardInputs(to_device(token_ids, device), to_device(positions, device)),
             self.cache.key_values(spans, ends=True),
         )
         # Only chunks that reach the end of their sequence need logits.

@@ -36,6 +36,7 @@ from jetrl.distributed.world import world
 from jetrl.memory.plan import adapter_bytes, quantized_bytes, trained_parameters
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
@@ -259,8 +260,9 @@ def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:
         for recomputed in (False, True):
             with torch.enable_grad():
                 tokens = torch.zeros(int(ends[-1]), dtype=torch.int64)
+                inputs = ForwardInputs.packed(tokens, ends)
                 targets = torch.arange(int(ends[-2]) + 1, int(ends[-1]))
-                policy.train_logprobs(tokens, ends, targets, 1.0, recomputed)[0].sum().backward()
+                policy.train_logprobs(inputs, ends, targets, 1.0, recomputed)[0].sum().backward()
         policy.requantize()
 
     def linears(rows: int) -> None:

@@ -25,6 +25,7 @@ from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.models.decoder import BLOCKS
 from jetrl.models.families import FAMILIES
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import add_adapter
@@ -190,7 +191,7 @@ def locate(
     ends = torch.tensor([0, len(tokens)], device=policy.device)
     # With gradients, the kernels of a training step run.
     with _recorded(policy) as made, torch.enable_grad():
-        policy.train_logprobs(tokens, ends, targets)
+        policy.train_logprobs(ForwardInputs.packed(tokens, ends), ends, targets)
     trainer = {name: torch.cat(values) for name, values in made.items()}
     # Compare the log-probs of the tokens that the sampler drew.
     with _recorded(policy) as made:

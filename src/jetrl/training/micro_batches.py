@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop, UserError
-from jetrl.models.packed import Stems, upload
+from jetrl.models.packed import ForwardInputs, Stems, upload
 from jetrl.models.policy import Policy
 from jetrl.settings.sections import TrainSettings
 from jetrl.training.packing import targets, trained_lengths
@@ -212,7 +212,7 @@ def batch_logprobs(
     if not 0 <= ids.min() <= ids.max() < size:  # an out-of-range id would crash a GPU process
         raise UserError(f"token ids are {ids.min()} to {ids.max()}; the model has 0 to {size - 1}")
     return policy.train_logprobs(
-        torch.from_numpy(ids),
+        ForwardInputs.of(batch),
         torch.from_numpy(batch.cu_seqlens),
         torch.from_numpy(targets(batch)),
         temperature,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.models.model import Model
+from jetrl.models.packed import pack
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
@@ -153,18 +154,12 @@ class RewardTrainer(_Supervised):
         return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
 
     def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
-        device = self.model.device
         # Better and worse sequences alternate in one packed batch; scores are at the last tokens.
         sequences = [sequence for pair in pairs for sequence in pair]
-        lengths = torch.tensor([len(s) for s in sequences], device=device)
-        token_ids = torch.tensor([t for s in sequences for t in s], device=device)
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        inputs, cu_seqlens = pack(sequences, self.model.device)
         last = cu_seqlens[1:] - 1
         scores = self.model.values(
-            token_ids,
-            cu_seqlens,
-            rows=last,
-            activation_checkpointing=self._activation_checkpointing,
+            inputs, cu_seqlens, rows=last, activation_checkpointing=self._activation_checkpointing
         )
         better, worse = scores[0::2], scores[1::2]
         loss = preference_loss(better, worse, len(minibatch.pairs))

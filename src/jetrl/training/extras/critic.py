@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl.models.model import Model
-from jetrl.models.packed import Stems
+from jetrl.models.packed import ForwardInputs, Stems
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.training.extras import Learner
@@ -103,7 +103,7 @@ class Critic(Learner):
     def _forward(self, batch: Batch) -> Tensor:
         """Return the value before each trained token, float32 [N], differentiable."""
         return self.model.values(
-            torch.from_numpy(batch.token_ids),
+            ForwardInputs.of(batch),
             torch.from_numpy(batch.cu_seqlens),
             torch.from_numpy(targets(batch) - 1),
             activation_checkpointing=self._activation_checkpointing,
