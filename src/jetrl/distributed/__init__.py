@@ -1,1 +1,1 @@
-"""The processes of one run: shared decisions, shares of work, and shards of weights."""
+"""Processes of a run: shared decisions, work sharing, and sharded weights."""

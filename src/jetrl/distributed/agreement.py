@@ -1,7 +1,7 @@
-"""Decisions that every process of a run makes alike.
+"""Decisions that all processes of a run make together.
 
-A process that stops, halves a size or skips an update on its own would leave the others waiting, or
-train another model.
+A process that stopped, halved a size or skipped an update on its own would leave the others
+waiting, or would train a different model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Value = TypeVar("Value", bool, int, str)
 
 @dataclass(frozen=True)
 class Decision(Generic[Value]):
-    """A question that all processes answer, and how their answers, by rank, become one."""
+    """A question answered by all processes, and how their answers, by rank, are combined."""
 
     question: str
     combine: Callable[[Sequence[Value]], Value]
 
 
 def _first_text(answers: Sequence[str]) -> str:
-    """Return the first text that is not empty, or an empty one."""
+    """Return the first non-empty text, or ""."""
     return next(filter(None, answers), "")
 
 
@@ -38,13 +38,13 @@ LARGEST_SIZE = Decision[int]("the largest size of work that fits everywhere", mi
 
 
 def agree(decision: Decision[Value], answer: Value) -> Value:
-    """Return the common answer; every process calls this function, with the same decision."""
+    """Return the common answer; every process calls this with the same decision."""
     return decision.combine(world().gather(decision.question, answer))
 
 
 @contextlib.contextmanager
 def ending_together(what: str, *others: type[BaseException]) -> Iterator[None]:
-    """Raise a UserError or RunStopped of one process in all; the body may not wait for others."""
+    """Raise one process's UserError or RunStopped in all; the body must not use collectives."""
     if world().size == 1:
         yield
         return

@@ -1,7 +1,7 @@
-"""Collectives that move tensors between ranks and add nothing.
+"""Collectives that move tensors between ranks, without arithmetic.
 
-jetrl adds numbers itself, in its own order, so the bits of a sum do not depend on the number of
-ranks or the network. Tensors travel as bytes: gloo has neither FP8 nor int16.
+jetrl sums in its own fixed order, so results do not depend on the number of ranks or the network.
+Tensors are sent as bytes: gloo supports neither FP8 nor int16.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.distributed import Work
 from jetrl.distributed.peers import peers
 from jetrl.distributed.shards import Shard
 
-# Named so from torch 2.13 on; the earlier name still is in torch 2.11.
+# Renamed in torch 2.13; torch 2.11 has the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @contextlib.contextmanager
 def _together(what: str) -> Iterator[None]:
-    """Take part in a collective, and name the lost rank if it breaks."""
+    """Run a collective, and name the lost rank if it fails."""
     with peers().awaiting(what):
         try:
             yield
         except RuntimeError as error:
-            # What gloo raises has no type of its own.
+            # gloo raises plain RuntimeError.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise peers().lost(what, str(error).strip().splitlines()[0]) from None
@@ -49,7 +49,7 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
             _all_gather(_as_bytes(tensor), own)
         elif dist.get_backend() == "nccl":
             dist.all_gather(pieces, own)
-        else:  # gloo gathers equal sizes only
+        else:  # gloo only gathers equal sizes
             for rank, piece in enumerate(pieces):
                 if len(piece):
                     dist.broadcast(piece, src=rank)
@@ -64,7 +64,7 @@ def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
 
 
 def exchange(pieces: Sequence[Tensor] | None, received: Tensor) -> Work | None:
-    """Send a contiguous piece to every rank, and receive the pieces for this rank.
+    """Send a contiguous piece to every rank, and receive this rank's pieces.
 
     The first ranks send, one per row of the contiguous `received`; the others pass None. On a GPU,
     wait for the returned work before reading `received`.

@@ -1,7 +1,7 @@
-"""The console of a process that is one of several ranks. Imports no torch.
+"""Console output of a rank. Does not import torch.
 
-Only rank 0 writes to it. Other ranks' output is dropped until the run directory has a log for it
-(runs/follower.py).
+Only rank 0 writes to the console. Output of other ranks is dropped until the run directory has a
+log for it (runs/follower.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from jetrl.distributed.world import launched_rank
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _STREAMS = {"stdin": "r", "stdout": "w", "stderr": "w"}
-_said = threading.Lock()  # taken by the thread that prints how this process ends
-_console = _STDERR  # for a rank other than 0 whose last words rank 0 does not print
+_said = threading.Lock()  # held by the thread that prints how this process ends
+_console = _STDERR  # for last words of a rank that rank 0 does not print
 
 
 def keep_streams() -> None:
-    """Open the null device in place of closed standard streams, whose numbers files would get.
+    """Open /dev/null in place of closed standard streams, whose descriptors files would get.
 
-    A file with number 1 gets all that is printed. A user's code can close the streams at any time.
+    A file that got descriptor 1 would receive all output. User code can close the streams at any
+    time.
     """
     for descriptor, (name, mode) in zip((_STDIN, _STDOUT, _STDERR), _STREAMS.items(), strict=True):
         try:
@@ -37,14 +38,14 @@ def keep_streams() -> None:
 
 
 def drop_output(descriptor: int = _STDOUT) -> None:
-    """Send what is printed there from now on to the null device, also what is in a buffer."""
+    """Redirect a stream to /dev/null from now on, including buffered output."""
     keep_streams()
     _open_null(descriptor)
 
 
 def _open_null(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:  # equal if the descriptor was closed and the lowest one free
+    if nowhere != descriptor:  # equal if the descriptor was closed and is the lowest free one
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
     os.set_inheritable(descriptor, True)
@@ -57,7 +58,7 @@ def tell(text: str) -> None:
 
 
 def be_silent() -> None:
-    """Drop what this process prints, from Python and from C."""
+    """Drop all output of this process, from Python and from C."""
     global _console
     keep_streams()
     sys.stdout.flush()
@@ -79,7 +80,7 @@ def tell_once(text: str) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process at once: Python's own exit may wait forever for threads of NCCL."""
+    """Exit immediately: a normal interpreter exit may wait forever for NCCL threads."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""torchrun's key-value store: the ranks compare here what they were started with, and end here.
+"""torchrun's key-value store, where ranks compare their setup and report how they end.
 
-A run begins only if all ranks wrote the same facts. When it ends with an error, the ranks write
-their messages here, and rank 0 prints a common one once.
+A run begins only if all ranks wrote the same facts. On an error, ranks write their messages to the
+store, and rank 0 prints a common message once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jetrl.distributed.console import tell
 from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
 from jetrl.errors import RankLost, Terminated, UserError
 
-START_S = 300.0  # for the slowest rank to import what it needs, from a cold disk
-SILENT_S = 10.0  # before rank 0 says whom it waits for
-LAST_WORDS_S = 8.0  # for ranks that end at the same moment, on a machine that may be busy
+START_S = 300.0  # for the slowest rank to import packages from a cold disk
+SILENT_S = 10.0  # before rank 0 reports whom it waits for
+LAST_WORDS_S = 8.0  # for ranks that end at the same time, on a busy machine
 
 _TOLD = "told"
 
 
 class NoMeeting(UserError):  # noqa: N818  (bad input, as its base)
-    """The processes of a run cannot reach one another."""
+    """The processes of a run cannot reach each other."""
 
 
 class Meeting:
@@ -37,7 +37,7 @@ class Meeting:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.compared = False
-        self._joined = 0  # how often: a script may do one run after another
+        self._joined = 0  # counter: a script may start several runs
         self._words: Store = PrefixStore("jetrl", store)
 
     def again(self) -> Meeting:
@@ -46,7 +46,7 @@ class Meeting:
         return Meeting(store.clone(), self.rank, self.size)
 
     def own_store(self, name: str) -> Store:
-        """Return a part of the store on another connection, on which nobody else waits."""
+        """Return a prefix of the store on another connection, on which nobody else waits."""
         return PrefixStore(f"jetrl {name} {self._joined}", self.again().store)
 
     def group_store(self) -> Store:
@@ -54,12 +54,12 @@ class Meeting:
         return PrefixStore(f"group {self._joined}", self.store)
 
     def part(self) -> None:
-        """Note that the run has ended; the ranks may meet for another one."""
+        """Record that the run has ended; the ranks may meet for another one."""
         self.compared = False
         self._joined += 1
 
     def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
-        """Return once all ranks have the same facts and no problem; else all raise a UserError."""
+        """Return once all ranks have equal facts and no problem; otherwise all raise UserError."""
         self.compared = True
         start = f"start {self._joined}"
         if self._words.add(f"{start} as {self.rank}", 1) > 1:
@@ -80,11 +80,11 @@ class Meeting:
                 raise UserError(f"{name} is {both}: start all ranks alike")
 
     def end(self, words: str, heard: bool = False) -> str | None:
-        """Return the text that this rank has to print when it ends with an error; None for nothing.
+        """Return the text that this rank must print when it ends with an error, or None.
 
-        Rank 0 prints its own words, and those of ranks that end for another reason. Another rank
-        prints only if rank 0 does not do so within seconds; with `heard` rank 0 is known to print
-        it. Empty words leave the message to another rank.
+        Rank 0 prints its own message, and those of ranks that end for other reasons. Other ranks
+        print only if rank 0 does not within seconds; `heard` means that rank 0 will. An empty
+        message leaves it to another rank.
         """
         self._words.set(f"end {self.rank}", words)
         if self.rank:
@@ -93,7 +93,7 @@ class Meeting:
             self._words.set(f"heard {self.rank}", "yes")
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
-        if not (heard and has_agent_store()):  # else the others' store ends with this rank
+        if not (heard and has_agent_store()):  # otherwise the others lose the store with this rank
             start = f"start {self._joined}"
             met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
             self._came([ends[rank] for rank in met])
@@ -101,20 +101,20 @@ class Meeting:
         return _common(said, own=words)
 
     def told(self) -> None:
-        """Tell the ranks that are ending that rank 0 has printed their words."""
+        """Tell ending ranks that rank 0 has printed their messages."""
         self._words.set(_TOLD, "yes")
         ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
-        self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
+        self._came([f"heard {rank}" for rank in ending])  # this process may host the store
 
     def _came(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are in the store, at once or within seconds."""
+        """Return True if all keys are in the store, now or within seconds."""
         deadline = time.monotonic() + LAST_WORDS_S
         while not (came := self._words.check(list(keys))) and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(came)
 
     def _all(self, start: str) -> list[dict[str, Any]]:
-        """Wait until each rank has written, and return the records by rank."""
+        """Wait until every rank has written; return the records by rank."""
         began, told = time.monotonic(), False
         came: dict[int, dict[str, Any]] = {}
         try:
@@ -143,27 +143,27 @@ class Meeting:
             raise RankLost(words, Terminated.exit_code) from None
 
     def _missing(self, came: Collection[int]) -> str:
-        """Name the ranks that have not come."""
+        """Name the ranks that have not joined."""
         missing = [rank for rank in range(self.size) if rank not in came]
         return f"{named(missing)} of {self.size} (WORLD_SIZE)"
 
     def _refuse(self, start: str, why: str) -> NoReturn:
-        """End the start of all ranks."""
+        """Abort the start on all ranks."""
         self._words.set(f"{start} refused", why)
         raise UserError(why)
 
 
-_meetings: list[Meeting] = []  # at most one, which a process joins once
+_meetings: list[Meeting] = []  # at most one, joined once per process
 
 
 def meet(init_method: str = "env://") -> Meeting:
-    """Return the store of this process's run; the first call connects to it."""
+    """Return the store of this process's run, connecting on the first call."""
     if _meetings:
         return _meetings[0]
     rank, size = launched_rank(), launched_size()
     if not 0 <= rank < size:
         raise NoMeeting(f"RANK={rank} and WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1")
-    # A store of its own size would wait for all in silence, which `compare` does with words.
+    # A store with a world size would wait silently; `compare` reports whom it waits for.
     waits = size if init_method != "env://" else 1
     try:
         store, _, _ = next(rendezvous(init_method, rank, waits, timeout=timedelta(seconds=START_S)))
@@ -178,12 +178,12 @@ def meet(init_method: str = "env://") -> Meeting:
 
 
 def has_agent_store() -> bool:
-    """Return whether torchrun keeps the store, and not rank 0."""
+    """Return True if torchrun, not rank 0, hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _of_this_attempt(store: Store) -> Store:
-    """Return the part of a store that ranks of an earlier attempt have not written to."""
+    """Return a store prefix that no earlier attempt has written to."""
     if not has_agent_store():
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -195,7 +195,7 @@ def _of_this_attempt(store: Store) -> Store:
 
 
 def _common(words: Sequence[str], own: str = "") -> str:
-    """Return the messages of all ranks in one text, without repetition."""
+    """Return the messages of all ranks as one text, without duplicates."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(words):
         if text:

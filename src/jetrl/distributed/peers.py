@@ -1,14 +1,13 @@
-"""The other ranks of a run: where each one is, and how all end when one is lost or fails.
+"""Monitoring of the other ranks: where each one is, and a common end if one is lost or fails.
 
-Each rank has a line on a board in the run's key-value store: its phase and step, how many
-collectives it has begun, and what it waits for. The first rank that meets trouble writes it down as
-well; all ranks end by this one account, with one exit code. Trouble is an error or a hang that a
-rank reports itself, or a process of this machine that is gone. Each rank looks for it when a
-collective breaks, on SIGTERM, and once per second in a thread, which ends the process if a main
-thread stuck in a kernel does not do so within seconds.
+Each rank has a status line in the run's key-value store: phase, step, number of collectives
+started, and what it waits for. The first rank that detects trouble records it, and all ranks exit
+with this reason and exit code. Trouble is an error or hang that a rank reports itself, or a dead
+local process. Each rank checks when a collective fails, on SIGTERM, and once per second in a
+thread, which ends the process if the main thread is stuck in a kernel.
 
-A process that is stopped (SIGSTOP) and a machine that is cut off are not noticed here: they end the
-run by `distributed.timeout_s`. This module imports no torch.
+Stopped processes (SIGSTOP) and disconnected machines are not detected here: they end the run after
+`distributed.timeout_s`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-ANSWER_S = 2.0  # for a lost rank's process to be gone, or its words to come
+ANSWER_S = 2.0  # for a lost rank's process to exit, or its message to arrive
 BUSY_S = 4.0  # for the main thread to notice trouble
-ENDING_S = 6.0  # for the main thread to end, once it has noticed
-LEAVE_S = 3.0  # for last words, with a store or a disk that may not answer
+ENDING_S = 6.0  # for the main thread to exit once it has noticed
+LEAVE_S = 3.0  # for a last message, if store or disk may not respond
 
 RECORD = "board.json"
-UNKNOWN = -1  # instead of a rank that is lost
+UNKNOWN = -1  # placeholder for an unknown lost rank
 _TROUBLE = "trouble"
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The line of a rank on the board.
+    """Status line of a rank.
 
-    `number` counts the collectives that it has begun; `awaits` names the one in which it waits.
-    `left` is True once it ends by itself. `phase` is empty between phases.
+    `number` counts the collectives it has started; `awaits` names the one it is waiting in. `left`
+    is True once it exits by itself. `phase` is empty between phases.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """The phase and step in words, with what the rank waits for."""
+        """Phase and step as text, with what the rank waits for."""
         phase = f"in {self.phase}" if self.phase else "between phases"
         where = f"{phase} of step {self.step}" if self.phase or self.step else "before step 1"
         return where + (f", waiting for the others ({self.awaits})" if self.awaits else "")
@@ -71,10 +70,10 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Trouble:
-    """The end of a rank that ends the run.
+    """The reason for which a rank ended the run.
 
-    A rank is "lost" if it cannot say so itself, "failed" if it raised an error, and ends by a
-    "hang" if its watchdog ended it. `teller` prints the message if the lost rank is unknown.
+    Kinds: "lost" if the rank cannot report itself, "failed" if it raised an error, "hang" if its
+    watchdog ended it. `teller` prints the message if the lost rank is unknown.
     """
 
     rank: int
@@ -85,7 +84,7 @@ class Trouble:
 
     @property
     def printed_by(self) -> int:
-        """The rank that prints the message and records the board."""
+        """The rank that prints the message and saves the status lines."""
         if self.rank == UNKNOWN:
             return self.teller
         return int(self.rank == 0 and self.kind == "lost")
@@ -96,62 +95,63 @@ class Trouble:
 
     @property
     def reason(self) -> str:
-        """The reason of the run's end, in a line."""
+        """Reason for the end of the run, in one line."""
         if self.kind == "lost":
             return self.words
         return f"rank {self.rank}: {self.words.strip().splitlines()[-1]}"
 
 
 class Peers:
-    """The other ranks of a run; this class is a run that has none."""
+    """The other ranks of a run; this base class is a run without any."""
 
     def here(self, phase: str, step: int) -> None:
-        """Write down where this rank is; an empty phase is between phases."""
+        """Record where this rank is; an empty phase means between phases."""
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Take part in a collective in the body of the `with`."""
+        """Run a collective in this context."""
         yield
 
     def lost(self, what: str, reason: str) -> RankLost:
-        """Return the error of a collective that broke, which names the lost rank if it can."""
+        """Return the error for a failed collective, naming the lost rank if known."""
         return RankLost(f"another rank is gone or did not answer ({what}): {reason}")
 
     def waits_for_others(self) -> bool:
-        """Return whether this rank is silent only because it waits for others that are behind."""
+        """Return True if this rank is silent only because it waits for slower ranks."""
         return False
 
     def is_well(self, rank: int) -> bool:
-        """Return whether another rank is known to run."""
+        """Return True if another rank is known to be running."""
         return False
 
     def trouble(self) -> Trouble | None:
-        """Return what ends the run, after one more look for it."""
+        """Return the failure that ends the run, polling once more."""
         return None
 
     def failed(self, words: str, code: int, hangs: bool = False) -> None:
-        """Tell the others that this rank ends, so that they end as well."""
+        """Tell the others that this rank fails, so that they exit too."""
 
     def leaving(self) -> None:
-        """Tell the others that this rank ends in an orderly way, as they do themselves."""
+        """Tell the others that this rank exits normally, as they do."""
 
     def interrupted(self) -> bool:
-        """Return whether a signal handler, which calls this first, is to ignore its signal.
+        """Return True if a signal handler, which calls this first, must ignore its signal.
 
-        True if this rank is ending already; RankLost if another rank's trouble caused the signal.
+        True if this rank is already exiting; raises RankLost if another rank's failure caused the
+        signal.
         """
         return False
 
     def close(self) -> None:
-        """End the watch over the others."""
+        """Stop monitoring the other ranks."""
 
     def attach(
         self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
     ) -> None:
-        """Name the folder, which may not exist yet, for a record of trouble, and two callbacks.
+        """Set the folder for failure records, which may not exist yet, and two callbacks.
 
-        `on_hang` is called when another rank hangs while this one still waits for it, `at_end` when
-        this rank must leave while its main thread cannot.
+        `on_hang` is called if another rank hangs while this one waits for it, `at_end` if this rank
+        must exit although its main thread cannot.
         """
 
 
@@ -160,15 +160,15 @@ _peers: Peers = NOBODY
 
 
 def peers() -> Peers:
-    """Return the other ranks of the run that this process belongs to."""
+    """Return the peers of this process's run."""
     return _peers
 
 
 class OtherRanks(Peers):
-    """The other ranks of a run of several processes, watched between `open` and `close`.
+    """Monitors the other ranks of a multi-process run between `open` and `close`.
 
-    Nobody else may wait on the connection of `store`. `leave` ends this process after its last
-    words. `keeper` is the process that keeps the store, if it is this one's parent; else 0.
+    Nothing else may wait on the connection of `store`. `leave` ends this process after its last
+    message. `keeper` is the process that hosts the store if it is this one's parent, else 0.
     """
 
     def __init__(
@@ -186,18 +186,18 @@ class OtherRanks(Peers):
         self._write_collectives = write_collectives
         self._neighbors = [rank for rank in on_machine if rank != status.rank]
         self._main = threading.main_thread().ident
-        self._handler: Any = signal.SIG_DFL  # before this object was opened
+        self._handler: Any = signal.SIG_DFL  # previous handler
         self._folder: Path | None = None
         self._on_hang: Callable[[str], None] = lambda why: None
         self._at_end: Callable[[Trouble], None] = lambda trouble: None
         self._trouble: Trouble | None = None
         self._ending = self._orderly = False
-        self._recorded: threading.Event | None = None  # set once the record is on disk
+        self._recorded: threading.Event | None = None  # set once the record is written
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def open(self) -> None:
-        """Begin to watch, and make this object the process's `peers()`."""
+        """Start monitoring, and make this object the process's `peers()`."""
         global _peers
         _peers = self
         self._write()
@@ -209,18 +209,18 @@ class OtherRanks(Peers):
         global _peers
         self.leaving()
         self._over.set()
-        self._thread.join(ANSWER_S)  # Python's end would kill it within C++, and so the process
+        self._thread.join(ANSWER_S)  # else interpreter exit would crash it inside C++
         if threading.get_ident() == self._main:
             signal.signal(signal.SIGTERM, self._handler)
         _peers = NOBODY
 
     def here(self, phase: str, step: int) -> None:
-        """Write down where this rank is, at once: it may be lost the next moment."""
+        """Record where this rank is, immediately: it may be lost the next moment."""
         self._write(phase=phase, step=step)
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Count a collective of the main thread, and note what it waits for."""
+        """Count a collective of the main thread, and record what it waits for."""
         if threading.get_ident() != self._main:
             yield
             return
@@ -245,7 +245,7 @@ class OtherRanks(Peers):
         return RankLost(trouble.reason, trouble.code)
 
     def waits_for_others(self) -> bool:
-        """Return whether another rank is behind this one, and its own watchdog has not ended it."""
+        """Return True if another rank is behind and its watchdog has not ended it."""
         own = self._status
         here = [other for other in self._others().values() if not other.left]
         return any(o.number < own.number or (own.awaits and not o.awaits) for o in here)
@@ -255,7 +255,7 @@ class OtherRanks(Peers):
 
     def trouble(self) -> Trouble | None:
         if self._trouble is None and not self._over.is_set():
-            with contextlib.suppress(RuntimeError):  # of the store, which may be gone
+            with contextlib.suppress(RuntimeError):  # the store may be gone
                 self._find()
         return self._trouble
 
@@ -283,39 +283,39 @@ class OtherRanks(Peers):
         self._folder, self._on_hang, self._at_end = folder, on_hang, at_end
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """End the process, if the run does not yet, or no longer, handle SIGTERM itself."""
+        """End the process if the run does not handle SIGTERM at this point."""
         if not self.interrupted():
             words, code = ending(Terminated())
             self.failed(words, code)
             raise Terminated
 
     def _write(self, **changed: Any) -> None:
-        """Write this rank's line; without a store that answers nobody reads it."""
-        if changed:  # else this is the thread, which must not undo the main thread's changes
+        """Write this rank's status; ignored if the store does not respond."""
+        if changed:  # else the thread must not overwrite the main thread's changes
             self._status = replace(self._status, **changed)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"status {self._rank}", json.dumps(asdict(self._status)))
 
     def _lines(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the lines of those ranks that have written one."""
+        """Return the status lines written so far, by rank."""
         there = [rank for rank in ranks if self._store.check([f"status {rank}"])]
         lines = self._store.multi_get([f"status {rank}" for rank in there]) if there else []
         return {r: RankStatus(**json.loads(line)) for r, line in zip(there, lines, strict=True)}
 
     def _others(self) -> dict[int, RankStatus]:
-        """Return the lines of the other ranks; none if the store does not answer."""
+        """Return the status lines of the other ranks; empty if the store does not respond."""
         with contextlib.suppress(RuntimeError):
             return self._lines(rank for rank in range(self._size) if rank != self._rank)
         return {}
 
     def _told(self) -> Trouble | None:
-        """Return the trouble that a rank has written down."""
+        """Return the trouble recorded by a rank, if any."""
         there = self._store.check([_TROUBLE])
         return Trouble(**json.loads(self._store.get(_TROUBLE))) if there else None
 
     def _tell(self, trouble: Trouble) -> Trouble:
-        """Write trouble down, unless another rank was first; return the one that counts."""
-        with contextlib.suppress(RuntimeError):  # without a store each rank ends by its own account
+        """Record trouble unless another rank was first; return the one that counts."""
+        with contextlib.suppress(RuntimeError):  # without a store, ranks exit on their own
             written = self._store.compare_set(_TROUBLE, "", json.dumps(asdict(trouble)))
             trouble = Trouble(**json.loads(written))
         self._record(trouble)
@@ -323,7 +323,7 @@ class OtherRanks(Peers):
         return trouble
 
     def _find(self) -> None:
-        """Look for trouble that a rank has written down, and for processes that are gone."""
+        """Look for recorded trouble and for dead processes."""
         if self._keeper and os.getppid() != self._keeper:
             words = "torchrun, which keeps the key-value store of the run, is gone"
             self._trouble = Trouble(UNKNOWN, "lost", words)
@@ -331,7 +331,7 @@ class OtherRanks(Peers):
         told = self._told()
         lines = {} if told else self._lines(self._neighbors)
         for rank in [line.rank for line in lines.values() if self._is_gone(line)]:
-            line = self._lines([rank])[rank]  # it may have written a last line
+            line = self._lines([rank])[rank]  # it may have written a last status
             told = told or self._told()
             if told is None and not line.left:
                 why = "killed from outside, by the system for its memory, or a crash"
@@ -343,7 +343,7 @@ class OtherRanks(Peers):
             self._trouble = told
 
     def _is_gone(self, line: RankStatus) -> bool:
-        """Return whether a rank of this machine has no process any more."""
+        """Return True if the process of a local rank no longer exists."""
         if line.rank not in self._neighbors:
             return False
         try:
@@ -353,14 +353,14 @@ class OtherRanks(Peers):
         return False
 
     def _record(self, trouble: Trouble) -> None:
-        """Write this rank's collectives; one of the surviving ranks also writes the board."""
+        """Save this rank's collectives; one surviving rank also saves the status lines."""
         if self._recorded is not None:  # the other thread writes; this one may end the process
             self._recorded.wait(LEAVE_S)
         if self._recorded is not None or self._folder is None:
             return
         self._recorded = threading.Event()
         if threading.get_ident() == self._main:
-            self._ending = True  # SIGTERM must not cut the record off
+            self._ending = True  # SIGTERM must not interrupt the record
         if trouble.kind != "failed":
             self._write_collectives(self._folder, self._rank)
         if self._rank == trouble.printed_by:
@@ -370,12 +370,12 @@ class OtherRanks(Peers):
             text = json.dumps({**board, "ranks": ranks}, indent=1)
             try:
                 (self._folder / RECORD).write_text(text + "\n")
-            except OSError as error:  # a full disk may be the trouble
+            except OSError as error:  # a full disk may be the cause
                 logger.warning("%s: %s", self._folder / RECORD, error)
         self._recorded.set()
 
     def _watch(self) -> None:
-        """Keep this rank's line fresh, and end the process if trouble comes; the thread's body."""
+        """Refresh this rank's status, and end the process on trouble; body of the thread."""
         noticed: float | None = None
         while not self._over.wait(TICK_S):
             self._write()
@@ -387,14 +387,14 @@ class OtherRanks(Peers):
                 if trouble.kind == "hang" and trouble.rank != self._rank:
                     with contextlib.suppress(Exception):
                         self._on_hang(trouble.reason)
-                # The handler of SIGTERM raises RankLost, unless the main thread is within C.
+                # The SIGTERM handler raises RankLost, unless the main thread is inside C code.
                 if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
                     signal.pthread_kill(self._main, signal.SIGTERM)
             elif time.monotonic() - noticed > (ENDING_S if self._ending else BUSY_S):
                 self._end_process(trouble)
 
     def _end_process(self, trouble: Trouble) -> None:
-        """End this process, whatever its main thread is doing."""
+        """End this process even if its main thread is stuck."""
         code = trouble.code or EXIT_HANG
         limit = threading.Timer(LEAVE_S, os._exit, (code,))
         limit.daemon = True

@@ -1,11 +1,11 @@
-"""The world of several processes, over torch.distributed.
+"""Multi-process world on torch.distributed.
 
-Tensors travel by NCCL between GPUs (gloo between CPUs), host values by gloo, so that a decision
-waits for no kernel. A rank that does not answer within the time limit ends the process with an
-error that says what was waited for.
+Tensors use NCCL between GPUs (gloo between CPUs); host values use gloo, so that decisions do not
+wait for kernels. If a rank does not respond within the timeout, the process ends with an error that
+names the operation.
 
-Ranks trust one another: values are pickled, as torch.distributed does. The network between the
-machines of a run must be private.
+Ranks trust each other: values are pickled, as in torch.distributed. The network between machines
+must be private.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Item = TypeVar("Item")
 
 TIMEOUT_S = 1800.0
 
-# torch's flight recorder remembers the last collectives of a process.
+# torch's flight recorder keeps the last collectives of a process.
 _KEPT = "2000"  # collectives
 TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
 
 
 @dataclass(frozen=True)
 class ProcessGroupWorld(World):
-    """A run of several processes; `hosts` is the gloo group for host values."""
+    """A multi-process run; `hosts` is the gloo group for host values."""
 
     hosts: Any = None
     timeout_s: float = TIMEOUT_S
@@ -85,7 +85,7 @@ class ProcessGroupWorld(World):
         except Exception as raised:
             failure = raised
         for rank, error in enumerate(self.gather(what, failure)):
-            if isinstance(error, OSError):  # about a file: it has to say which rank's
+            if isinstance(error, OSError):  # file errors must name the rank
                 text = f"{error.strerror or error} (rank {rank})"
                 raise OSError(error.errno, text, error.filename) from None
             if error is not None:
@@ -109,7 +109,7 @@ class ProcessGroupWorld(World):
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Turn an error of the process group into a RankLost that says what was awaited."""
+        """Convert process-group errors to RankLost naming the operation."""
         began = time.monotonic()
         with peers().awaiting(what):
             try:
@@ -182,12 +182,12 @@ def open_world(
     set_world(world)
     try:
         yield world
-        if watch is not NOBODY:  # nobody may take an orderly end for a loss
+        if watch is not NOBODY:  # a normal exit must not look like a loss
             world.barrier("the end")
     finally:
         set_world(ONE_PROCESS)
     watch.close()
-    # Not on the way out of an error: NCCL would wait there for what never comes.
+    # Not while handling an error: NCCL would block forever.
     dist.destroy_process_group()
     meeting.part()
 
@@ -195,10 +195,10 @@ def open_world(
 def _watched(
     meeting: Meeting, local_rank: int, local_size: int, leave: Callable[[Trouble], None] | None
 ) -> Peers:
-    """Return the other ranks, and begin to watch them if `leave` is given."""
+    """Return the other ranks, and start monitoring if `leave` is given."""
     if leave is None or meeting.size == 1:
         return NOBODY
-    first = meeting.rank - local_rank  # torchrun numbers the ranks of a machine in a row
+    first = meeting.rank - local_rank  # torchrun numbers local ranks consecutively
     on_machine = range(first, min(first + local_size, meeting.size))
     status = RankStatus(meeting.rank, socket.gethostname(), os.getpid())
     keeper, board = os.getppid() if has_agent_store() else 0, meeting.own_store("board")
@@ -208,11 +208,11 @@ def _watched(
 
 
 def record_collectives(folder: Path) -> None:
-    """Turn on the flight recorder, before a process group is opened; a user's settings stay."""
+    """Enable the flight recorder before a process group is opened; user settings are kept."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((folder / TIMEOUT_FILES).absolute()))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    # torchrun's own choice, 1, makes NCCL clean up first, which may wait for what hangs.
+    # torchrun's default, 1, makes NCCL clean up first, which may block on what hangs.
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
 

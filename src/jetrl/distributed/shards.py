@@ -1,7 +1,7 @@
-"""The division of a matrix's rows among ranks, in whole blocks of 128 rows.
+"""Sharding of a matrix's rows across ranks, in whole blocks of 128 rows.
 
-The quantizer's groups and the partial sums of the gradient norm are such blocks, so a rank's
-results for its own have the bits of one process's results for the whole matrix.
+Quantization groups and partial sums of the gradient norm are such blocks, so a rank's results for
+its rows equal those of a single process bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class Shard:
-    """A matrix's rows on each rank, seen from one; `bounds` has first rows and the row count."""
+    """Row ranges of a matrix on all ranks, seen from one; `bounds` has first rows and row count."""
 
     bounds: tuple[int, ...]
     rank: int
@@ -33,7 +33,7 @@ class Shard:
 
     @property
     def own_rows(self) -> slice:
-        """The rows that this rank owns; none if there are fewer blocks than ranks."""
+        """Rows owned by this rank; empty if there are fewer blocks than ranks."""
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
 
     def slices(self, num_rows: int) -> list[list[slice]]:
@@ -57,7 +57,7 @@ class Shard:
 
 
 def shard_of(num_rows: int, rank: int, size: int) -> Shard | None:
-    """Return a balanced division in blocks; None without a whole block, or with one rank."""
+    """Return a balanced sharding in blocks; None without a whole block, or with one rank."""
     if size == 1 or num_rows < BLOCK_ROWS:
         return None
     blocks = -(-num_rows // BLOCK_ROWS)

@@ -1,8 +1,8 @@
-"""The processes (ranks) of a run, and their exchange of host values. Imports no torch.
+"""Processes (ranks) of a run, and their exchange of host values. Does not import torch.
 
-A run is one process, or several that `torchrun` starts, one per GPU. In a run of one process every
-method of `world()` returns its input, and no process group exists. `process_group.py` opens the
-world of several; `collectives.py` moves tensors.
+A run is a single process, or several started by `torchrun`, one per GPU. In a single-process run,
+every method of `world()` returns its input, and there is no process group. `process_group.py` opens
+the multi-process world; `collectives.py` moves tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one process; this class is a run of one process.
+    """The processes of a run, seen from one; this base class is a single-process run.
 
-    `local_rank` counts the processes of a machine: it is the index of this process's GPU.
+    `local_rank` counts processes on a machine: the index of this process's GPU.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class World:
 
     @property
     def waited_s(self) -> float:
-        """The seconds that this process has waited for the others on the host."""
+        """Seconds that this process has waited for other ranks on the host."""
         return 0.0
 
     @property
@@ -41,11 +41,11 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return this rank's share of a list that all ranks have: every `size`-th item."""
+        """Return this rank's share of a common list: every `size`-th item."""
         return items[self.rank :: self.size]
 
     def share_of_machine(self, count: int) -> int:
-        """Return how many of a machine's `count` helpers this rank has: at least 1, but 0 of 0."""
+        """Return this rank's share of `count` helpers of a machine: at least 1, but 0 of 0."""
         more = count % self.local_size > self.local_rank
         return max(count // self.local_size + more, min(count, 1))
 
@@ -59,7 +59,7 @@ class World:
         return [shares[i % self.size][i // self.size] for i in range(sum(map(len, shares)))]
 
     def from_first(self, what: str, make: Callable[[], Item]) -> Item:
-        """Return the picklable value that rank 0 makes; every rank raises an error of `make`."""
+        """Return the picklable result of `make` on rank 0; every rank raises its error."""
         return make()
 
     def together(self, what: str, work: Callable[[], Item]) -> Item:
@@ -67,14 +67,14 @@ class World:
         return work()
 
     def channel(self) -> World:
-        """Return the same processes for another thread's messages; every rank calls this."""
+        """Return the same world with a separate channel for another thread; a collective."""
         return self
 
     def same(self, what: str, value: Any) -> None:
-        """Raise RanksDiffer, which names the ranks, if not all have the same value."""
+        """Raise RanksDiffer, naming the ranks, unless all have the same value."""
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has called this method."""
+        """Wait until every rank has called this method."""
         self.gather(what, None)
 
 
@@ -83,17 +83,17 @@ _world = ONE_PROCESS
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun, or a program like it, started this process as a rank."""
+    """Return True if torchrun or a similar launcher started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_rank() -> int:
-    """Return the rank that torchrun gave to this process; 0 without torchrun."""
+    """Return this process's rank from torchrun; 0 without torchrun."""
     return _number_of("RANK") if started_by_torchrun() else 0
 
 
 def launched_size() -> int:
-    """Return the number of processes that torchrun started; 1 without torchrun."""
+    """Return the number of processes started by torchrun; 1 without torchrun."""
     return _number_of("WORLD_SIZE") if started_by_torchrun() else 1
 
 
@@ -117,7 +117,7 @@ def set_world(new: World) -> None:
 
 
 def ranks_that_differ(values: Sequence[object]) -> list[int]:
-    """Return the ranks whose values differ from the most frequent one; rank 0's breaks a tie."""
+    """Return the ranks whose values differ from the most common one; ties go to rank 0."""
     counts = [sum(other == value for other in values) for value in values]
     most = [value for value, count in zip(values, counts, strict=True) if count == max(counts)]
     usual = most[0] if all(value == most[0] for value in most) else values[0]
@@ -125,5 +125,5 @@ def ranks_that_differ(values: Sequence[object]) -> list[int]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return the ranks in words."""
+    """Return ranks as text."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
