@@ -1,1 +1,1 @@
-"""The records of a run and its displays: directory, metrics, console, report, trackers."""
+"""Records of a run and their displays: directory, metrics, console, report, trackers."""

@@ -1,8 +1,8 @@
-"""Warnings about a run, from its metrics: it cannot learn, or a number went out of bounds.
+"""Warnings about a run, from its metrics: it does not learn, or a metric is out of bounds.
 
-`Learning` looks at rewards, groups and answers over STEPS steps; a run that learns never triggers
-it. `Anomalies` compares numbers with the steps before, so nothing has to be tuned to a model. Fixed
-bounds: sampling/surprise_z, which chance exceeds in less than 1 of 130,000 steps, and means of
+`Learning` checks rewards, groups and answers over STEPS steps; a run that learns never triggers it.
+`Anomalies` compares metrics with earlier steps, so nothing needs tuning per model. Fixed bounds:
+sampling/surprise_z, which chance exceeds in less than 1 of 130,000 steps, and means of
 mismatch/k3_kl and policy/kl_ref over the RECENT newest steps. A mismatch of APART nats is beyond
 every run of the studies under `mixed`; it also counts from LEAST_APART on if each of the RECENT
 newest steps has APART_RATIO times the median before, which no run of the studies had.
@@ -28,9 +28,9 @@ from jetrl.runs.metrics import part_metric
 
 
 class Watch:
-    """Reports each warning of a run's RL steps once, when it begins.
+    """Reports each warning about a run's RL steps once, when it starts.
 
-    Warnings depend only on metrics, so a resumed run and the report have the same ones.
+    Warnings depend only on metrics, so a resumed run and the report show the same ones.
     """
 
     window: int
@@ -42,7 +42,7 @@ class Watch:
             self.see(metrics)
 
     def see(self, metrics: Mapping[str, float]) -> list[str]:
-        """Add a step's metrics, and return the warnings that begin with this step."""
+        """Add a step's metrics; return the warnings that start at this step."""
         warnings = self.warnings(metrics)
         if warnings is None:
             return []
@@ -51,16 +51,16 @@ class Watch:
         return new
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
-        """Add a step, and return all its warnings by kind; None: the step does not count."""
+        """Add a step; return its warnings by kind, or None if the step does not count."""
         raise NotImplementedError
 
 
 STEPS = 5
-SAME = 0.9  # share of groups without variance
+SAME = 0.9  # fraction of zero-advantage groups
 CUT_OFF = 0.5  # share of completions
-UNRECOGNISED = 0.02  # share of completions with an answer
+UNRECOGNISED = 0.02  # fraction of completions with an answer
 LOOK = "look at completions and their rewards (in rollouts/, or with jetrl train --preflight)"
-ANSWERED = part_metric("answered")  # a score part of tasks: the text has an answer
+ANSWERED = part_metric("answered")  # score part: the text contains an answer
 
 
 class Learning(Watch):
@@ -93,8 +93,8 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
             f"{look}, describe the form in task.system_prompt, or warm up (sft.steps)"
         )
     if cut_off >= CUT_OFF:
-        texts["cut off"] = (
-            f"{when}: {percent(cut_off)} of the completions were cut off at rollout.max_tokens: "
+        texts["truncated"] = (
+            f"{when}: {percent(cut_off)} of the completions were truncated at rollout.max_tokens: "
             "raise it, or make sure that completions end (stop strings, a chat template)"
         )
     if spread == 0.0 and len({step["reward/mean"] for step in steps}) == 1:
@@ -112,18 +112,18 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
 
 
 WINDOW = 32  # steps
-ENOUGH = 12  # steps that must be known before the first warning
+ENOUGH = 12  # minimum steps before the first warning
 RECENT = 4  # steps
 SPIKE = 10.0  # robust standard deviations
-SPIKE_RATIO = 8.0  # of a gradient norm to the median: small batches have norms with long tails
-SPIKE_LOSS = 0.1  # a policy loss is a mean of advantages of size 1: smaller jumps mean nothing
-COLLAPSED, EXPLODED = 0.25, 2.0  # of the entropy before
+SPIKE_RATIO = 8.0  # ratio to the median gradient norm, whose tail is long with small batches
+SPIKE_LOSS = 0.1  # policy losses average advantages of size 1, so ignore smaller jumps
+COLLAPSED, EXPLODED = 0.25, 2.0  # fractions of the previous entropy
 EXPLOSION_NATS = 0.5
-SAME_REWARD = 0.05  # of the rewards' range in the window: less does not count as a rise
-LEFT_REWARD = 0.5  # of the reward before: less is a collapse
+SAME_REWARD = 0.05  # fraction of the reward range in the window; smaller changes are no rise
+LEFT_REWARD = 0.5  # fraction of the previous reward; below is a collapse
 REWARD_NOISE = 3.0  # standard deviations of single steps
-SURPRISE = 5.0  # of sampling/surprise_z
-APART, LEAST_APART, APART_RATIO = 0.04, 0.005, 8.0  # of mismatch/k3_kl, in nats
+SURPRISE = 5.0  # threshold of sampling/surprise_z
+APART, LEAST_APART, APART_RATIO = 0.04, 0.005, 8.0  # thresholds of mismatch/k3_kl, in nats
 LEFT_REFERENCE = 1.0  # nats of policy/kl_ref, per token
 
 
@@ -249,13 +249,13 @@ def _surprise(metrics: Mapping[str, float]) -> str:
 
 
 def reward_collapses(rewards: Sequence[float], recent: int) -> bool:
-    """Return whether the `recent` last mean rewards are half of those before, and not by chance.
+    """Return True if the last `recent` mean rewards dropped below half, beyond noise.
 
-    Needs two rewards before the recent ones; mostly negative rewards never collapse.
+    Needs two earlier rewards; mostly negative rewards never collapse.
     """
     before, now = rewards[:-recent], mean(rewards[-recent:])
     steps = [abs(new - old) for old, new in pairwise(before)]
-    # Differences of neighbors do not grow with a trend. Their mean is 1.128 standard deviations,
+    # Differences of neighbors are not affected by a trend. Their mean is 1.128 standard deviations,
     # their median 0.954; the median is 0 if most steps have the same reward.
     noise = median(steps) / 0.954 or mean(steps) / 1.128
     usual = median(before)
@@ -263,7 +263,7 @@ def reward_collapses(rewards: Sequence[float], recent: int) -> bool:
 
 
 def _usual(before: list[float]) -> tuple[float, float]:
-    """Return median and robust standard deviation; infinite spread while too little is known."""
+    """Return median and robust standard deviation; infinite with too few steps."""
     if len(before) < ENOUGH:
         return 0.0, math.inf
     middle = median(before)

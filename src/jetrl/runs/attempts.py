@@ -1,8 +1,8 @@
-"""The attempts of a run: each start of the program on a run directory, its phase and its end.
+"""Attempts of a run: each start of the program on a run directory, its phase and its end.
 
-An attempt without an end, while nobody holds the lock, was killed. The lock is an flock on `.lock`,
-which the system releases however the process ends. `status.json` has the current phase in one line
-of fixed length, overwritten in place: it needs no room on a full disk.
+An attempt without an end was killed if nobody holds the lock: an flock on `.lock`, which the system
+releases when the process ends. `status.json` holds the current phase in one line of fixed length,
+overwritten in place, so that it works on a full disk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Attempt:
     reason: str = ""
 
     def end(self, state: EndState, reason: str = "") -> None:
-        """Set how the attempt ends; default: finished, or as the exception says."""
+        """Set how the attempt ends; by default finished, or according to the exception."""
         self.state, self.reason = state, reason
 
 
@@ -69,8 +69,8 @@ def read_attempts(path: Path) -> list[Attempt]:
 def run_state(path: Path) -> State:
     """Return the state of a run directory.
 
-    A `new` run has not begun, an `interrupted` one got a signal or was killed, a `stopped` one
-    ended itself early, a `failed` one ended with an error.
+    A `new` run has not started, an `interrupted` one received a signal or was killed, a `stopped`
+    one ended itself early, a `failed` one ended with an error.
     """
     if is_locked(path):
         return "running"
@@ -79,7 +79,7 @@ def run_state(path: Path) -> State:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the system and the packages that results depend on."""
+    """Return the versions of Python, the system, and packages that affect results."""
     versions = {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -88,12 +88,12 @@ def versions() -> dict[str, str]:
 
 
 class RunLock:
-    """The right to write a run directory, held by one process at a time."""
+    """Exclusive write lock of a run directory."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
         try:
-            for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
+            for _ in range(LOCK_RETRIES):  # a listing may hold it briefly
                 if _try_lock(self._file, fcntl.LOCK_EX):
                     _held_locks.add(self)
                     return
@@ -111,7 +111,7 @@ class RunLock:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raise `UserError` if the lock is held or permission is missing; write nothing."""
+        """Raise UserError if the lock is held or permission is missing; writes nothing."""
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         try:
             if not os.access(there / ".", os.W_OK | os.X_OK):
@@ -130,7 +130,7 @@ class RunLock:
 
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-# A forked worker shares the lock, and would keep it after this process is killed.
+# Forked workers would share the lock and keep it after this process is killed.
 os.register_at_fork(after_in_child=lambda: [*map(RunLock.release, _held_locks)])
 
 
@@ -143,7 +143,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process is writing this run directory; no without file locks."""
+    """Return True if a process is writing this run directory; False without file locks."""
     try:
         file = open_regular(path / ".lock")
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def is_locked(path: Path) -> bool:
 
 
 class _Visible(logging.Formatter):
-    """Escapes control characters, which quoted model text may contain."""
+    """Log formatter that escapes control characters, which quoted model output may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), newlines=True)
@@ -177,7 +177,7 @@ class _LogFile(logging.FileHandler):
                 print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # lines that are still in the buffer; handleError has warned
+        with suppress(OSError):  # lines still in the buffer; handleError has warned
             super().close()
 
 
@@ -231,7 +231,7 @@ def attempt_logged(
             with end_of_attempt(attempt):
                 yield attempt
         finally:
-            # If the disk is full, raise only the error that ended the run.
+            # On a full disk, raise only the error that ended the run.
             end = {"time": attempt.ended, "state": attempt.state, "reason": attempt.reason}
             try:
                 write({"event": "end", **end})
@@ -269,7 +269,7 @@ NAME = "status.json"
 
 
 class StatusFile:
-    """Writes `status.json`, as an observer of the run's phases."""
+    """Phase observer that writes `status.json`."""
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / NAME
@@ -286,7 +286,7 @@ class StatusFile:
         """Do nothing: the file has the start time of the phase."""
 
     def end(self, phase: str, seconds: float) -> None:
-        """Write that no phase is running."""
+        """Record that no phase is running."""
         self.begin("", self._step)
 
     def close(self) -> None:

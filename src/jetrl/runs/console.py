@@ -1,8 +1,8 @@
-"""The display of a run: a progress bar, one line per step, and sample completions.
+"""Console display of a run: progress bar, one line per step, and sample completions.
 
-In a file, a pipe or CI the same lines are plain text, and a long phase reports its progress every
-half minute. If the reader of a pipe exits, the terminal closes, or the disk is full, the console
-goes silent, and the run continues.
+In files, pipes and CI, output is plain text, and long phases report progress every 30 seconds. If
+the reader of a pipe exits, the terminal closes or the disk is full, the console goes silent and the
+run continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLE_ROWS = 4
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
 Piece = tuple[str, str]
-"""A piece of a line, and its style."""
+"""A piece of a line and its style."""
 
 
 class Console:
@@ -107,7 +107,7 @@ class Console:
             self._print([(f"  {text} after {duration(now - self._phase_began)}", QUIET)])
 
     def step(self, stats: StepStats) -> None:
-        """Print the step's line, move the bar, and show samples at their interval."""
+        """Print the step's line, advance the bar, and show samples at their interval."""
         self._last = max(self._last, stats.step)
         if stats.step % self._lines_every == 0 or stats.step == self._total:
             self._print(_step_line(self._title, stats.step, self._total, stats.metrics))
@@ -196,7 +196,7 @@ def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) 
 
     add("loss", "sft/loss", lambda v: f"{v:.4f}")
     add("right", "reward_model/accuracy", percent)
-    add("held out", "reward_model/eval_accuracy", percent, "bold cyan")
+    add("eval", "reward_model/eval_accuracy", percent, "bold cyan")
     add("reward", "reward/mean", lambda v: f"{v:.3f}")
     for name in sorted(metrics):
         if is_eval_mean(name):

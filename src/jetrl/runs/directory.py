@@ -1,4 +1,4 @@
-"""A run directory: everything that one run leaves behind.
+"""Run directory: all files of one run.
 
     runs/NAME/
       config.toml                   the resolved settings
@@ -6,16 +6,16 @@
       metrics.jsonl                 one line per step (docs/metrics.md)
       rollouts/step_NNNNNN.jsonl    the step's completions with their log-probs and rewards
       checkpoints/                  written by the trainer
-      checkpointed.txt              there once a checkpoint has been written
-      log.txt                       Python logging, a header for each attempt
+      checkpointed.txt              exists once a checkpoint has been written
+      log.txt                       Python logging, with a header per attempt
       attempts.jsonl                each start of the program, and how it ended
-      status.json                   the current phase, or the phase in which it was killed
-      hang.txt                      where it hung, if it did (session/watchdog.py)
+      status.json                   current phase, or the phase in which the run was killed
+      hang.txt                      stacks of a hang (session/watchdog.py)
       reading.txt                   how to read the task's completions, if that is not obvious
       report.html, plots/           written by `write_report`
 
-`create` makes or resumes one and holds a lock until `close`; `open` reads one, even while another
-process writes it.
+`create` makes or resumes a run directory and holds a lock until `close`; `open` reads one, even
+while another process writes it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FOLDERS = ("rollouts", "checkpoints", "plots", "ranks")
 
 
 class RunDirectory:
-    """A run directory, open for reading or writing; `notes` are remarks of `create` to print."""
+    """A run directory for reading or writing; `notes` are messages of `create` for the user."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class RunDirectory:
         self._lock: RunLock | None = None
         self._metrics_writer: JsonlWriter | None = None
         self._last: tuple[int, int] = (-1, -1)
-        self._new_config = ""  # the settings of a resume, until `truncate_after` writes them
+        self._new_config = ""  # settings of a resume, until written by `truncate_after`
 
     @property
     def name(self) -> str:
@@ -84,11 +84,10 @@ class RunDirectory:
     def create(
         cls, settings: Settings, plan: Mapping[str, Any], *, resume: bool = False
     ) -> RunDirectory:
-        """Make the directory settings.run.dir / settings.run.name, or resume the run in it.
+        """Create the directory settings.run.dir / settings.run.name, or resume its run.
 
-        A resume notes the settings that changed. They are written by `truncate_after`, which the
-        caller calls with its checkpoint's step: until the checkpoint has proved to fit them, the
-        file keeps the old ones.
+        A resume reports changed settings. They are written later by `truncate_after`, which is
+        called with the checkpoint's step once the checkpoint is known to fit them.
 
         Raises UserError if the name is unfit or in use, another process writes the run, there is
         nothing to resume, the precision plan has changed, or permission is missing; StorageError if
@@ -130,7 +129,7 @@ class RunDirectory:
 
     @classmethod
     def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
-        """Raise what `create` would raise, before anything slow is loaded; leave nothing."""
+        """Raise the errors of `create` before anything slow is loaded; leaves no files."""
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         _check_readable(settings, plan)
         run._check_use(resume)
@@ -139,7 +138,7 @@ class RunDirectory:
         RunLock.check(run.path)
         folders = (run.path, *run.path.absolute().parents)
         above = next(folder for folder in folders if folder.exists())
-        try:  # os.access would say yes to root everywhere
+        try:  # os.access is always True for root
             os.rmdir(tempfile.mkdtemp(prefix=".jetrl-", dir=above))
         except OSError as error:
             why = f"cannot write into {above}: {error.strerror or error}; set run.dir"
@@ -301,7 +300,7 @@ class RunDirectory:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _check_files(self) -> None:
-        """Refuse pipes, sockets and devices in the run's folders: opening a pipe waits forever."""
+        """Reject pipes, sockets and devices: opening a pipe could block forever."""
         for folder in (self.path, *(self.path / name for name in _FOLDERS)):
             for entry in sorted(folder.glob("*")):
                 if os.path.exists(entry) and not (os.path.isfile(entry) or os.path.isdir(entry)):
@@ -325,9 +324,9 @@ class RunDirectory:
             )
 
     def _is_void(self) -> bool:
-        """Return whether all attempts ended before their first step, so the name is free."""
+        """Return True if all attempts ended before their first step: the name is free."""
         left = (self.rollouts_dir, self.checkpoints_dir)
-        # Killed between making the folder and writing the settings: all files are our own.
+        # Killed between creating the folder and writing settings: all files are ours.
         first = {".lock", ".plan.json.tmp", "plan.json", ".config.toml.tmp"}
         names = {path.name for path in self.path.iterdir()}
         killed_at_once = names <= {*first, *(folder.name for folder in left)}
@@ -409,7 +408,7 @@ def _checked_name(name: str | None) -> str:
 
 
 def _check_readable(settings: Settings, plan: Mapping[str, Any]) -> None:
-    """Raise if readers of the run would refuse its config.toml or plan.json: not after training."""
+    """Raise if the run's config.toml or plan.json would be unreadable: now, not after training."""
     text = to_toml(settings)
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
         most = f"{MOST_BYTES / 2**20:g} MiB of config.toml that are read back"

@@ -1,4 +1,4 @@
-"""The run directory on ranks other than 0, which only write their logs there.
+"""Run directory on ranks other than 0, which only write logs.
 
     runs/NAME/ranks/
       rank_1.txt        Python logging of rank 1, and what it and its libraries print
@@ -33,9 +33,9 @@ FOLDER = "ranks"
 
 
 def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunDirectory:
-    """Return the directory of a run, which rank 0 makes or resumes; all raise its `UserError`."""
+    """Return the run directory, created or resumed by rank 0; all ranks raise its UserError."""
     made: list[RunDirectory] = []
-    keep_streams()  # or the console's lines would go to a file of the run
+    keep_streams()  # otherwise console output would go to a run file
 
     def create() -> tuple[Path, dict[str, tuple[Any, Any]]]:
         made.append(RunDirectory.create(settings, plan, resume=resume))
@@ -49,7 +49,7 @@ def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool
 
 
 class FollowedDirectory(RunDirectory):
-    """The run directory of a rank other than 0: only its log is written."""
+    """Run directory of a rank other than 0: only its log is written."""
 
     def __init__(self, path: Path, changed: dict[str, tuple[Any, Any]], own: World) -> None:
         super().__init__(path)

@@ -1,6 +1,6 @@
-"""The output of `jetrl runs` and `jetrl compare`: a list of runs, one run, several compared.
+"""Output of `jetrl runs` and `jetrl compare`: lists, single runs and comparisons.
 
-Results and speeds are compared over the steps that all runs have.
+Results and speeds are compared over common steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jetrl.settings.loading import as_override
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row of a listing of runs; `problem` says why a damaged run cannot be read."""
+    """A row in a list of runs; `problem` tells why a damaged run cannot be read."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class RunRow:
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunRow]:
-    """Return the runs in a folder, the newest first, damaged ones included."""
+    """Return the runs in a folder, newest first, including damaged ones."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; runs are kept in run.dir")
@@ -76,7 +76,7 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
 
 
 def show_run(path: str | Path) -> str:
-    """Return a run as text: state, totals, changes of reward and evaluation, and its files."""
+    """Return a text summary of a run: state, totals, reward and eval changes, and files."""
     run = RunDirectory.open(path)
     history, config, plan, state = run.history(), run.config(), run.plan(), run.state()
     attempts = run.attempts()
@@ -115,12 +115,12 @@ def _row(path: Path) -> RunRow:
     try:
         run = RunDirectory.open(path)
         return RunRow(path.name, path, run.state(), run.history(), str(run.plan().get("name", "")))
-    except Exception as error:  # whatever is wrong with one run, the others are listed
+    except Exception as error:  # list other runs even if one is broken
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 
 def _mismatch_text(history: RunHistory | RunBeside) -> str:
-    """Return how many of the compared tokens differ between sampler and trainer, or ""."""
+    """Return how many compared tokens differ between sampler and trainer, or ""."""
     if history.num_different is None:
         return ""
     tokens = f" of {count(history.num_tokens)}" if history.num_tokens is not None else ""
@@ -133,16 +133,16 @@ _MEDIANS = (
     *("timing/step_s", "timing/rollout_s", "timing/update_s"),
     *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
 )
-_TOTALS = ("num_steps", "elapsed_s", "num_tokens", "num_different")  # of a run's history
+_TOTALS = ("num_steps", "elapsed_s", "num_tokens", "num_different")  # fields of a run's history
 _OWN = ("run.name", "run.dir")  # settings that differ between any two runs
-_NAMED = 4  # metrics that a text names, of the first step that differs
+_NAMED = 4  # maximum metrics named for the first differing step
 
 Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class RunBeside:
-    """A run compared with the first run.
+    """A run in comparison with the first run.
 
     Attributes:
         reached: Means, medians and peaks by metric, over the common steps.
@@ -175,7 +175,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Return whether every run has all lines of the first, with the same bits."""
+        """Return True if every run has all lines of the first, bit for bit."""
         first = self.runs[0].common_lines
         return all(r.same_lines == r.common_lines == first for r in self.runs)
 
@@ -215,7 +215,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def bits_in_words(run: RunBeside, first: RunBeside) -> str:
-    """Return a sentence about the first line in which a run differs from the first run."""
+    """Describe the first line in which a run differs from the first run."""
     if run.differs_at is None:
         return (
             f"{run.name}: the same bits as {first.name} in all {count(run.common_lines)} lines of "
@@ -272,7 +272,7 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 
 
 def _reached_by(records: Sequence[Record]) -> dict[str, float]:
-    """Return a run's means, last evaluations, medians and peaks by metric."""
+    """Return means, last evaluations, medians and peaks of a run, by metric."""
     end = records[-max(1, len(records) // 10) :]
     found: list[tuple[str, Callable[[list[float]], float], list[float]]] = [
         *((name, mean, values_of(end, name)) for name in _REACHED),

@@ -1,6 +1,6 @@
-"""The plots of runs, from metrics.jsonl: as PNG, and as SVG inside the report.
+"""Plots of runs from metrics.jsonl, as PNG files and as SVG in the report.
 
-In an SVG each color is a CSS variable, so that one drawing follows the reader's light or dark page.
+SVG colors are CSS variables, so that a plot follows the page's light or dark theme.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ACCURACIES = ("reward_model/accuracy", "reward_model/eval_accuracy")
 SUPERVISED_METRICS = ("sft/loss", *_ACCURACIES, "sft/grad_norm")
 PANEL_INCHES = (5.2, 2.9)
 
-# Each color on a light and on a dark page.
+# Colors for light and dark pages.
 PALETTE = {
     "text": ("#475063", "#a7b0c0"),
     "axis": ("#9aa3b2", "#667085"),
@@ -55,11 +55,11 @@ PALETTE = {
 }
 COLORS = {name: light for name, (light, _) in PALETTE.items()}
 LINES = ("blue", "amber", "green", "violet", "pink", "slate", "teal", "brown")
-SIZE_INCHES = (4.4, 2.3)  # as wide as in a column of the report, so that letters keep their size
+SIZE_INCHES = (4.4, 2.3)  # the width of a report column, so that text keeps its size
 PNG_DPI = 200
 MAX_POINTS = 400
 SMOOTH_FROM = 40
-MOST_DRAWN = 1e100  # sums and squares of such values are finite
+MOST_DRAWN = 1e100  # sums and squares of values up to this are finite
 
 STYLE: dict[Any, Any] = {
     **{"font.size": 9, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]},
@@ -77,7 +77,7 @@ CHART_STYLE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 12}
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot; `key` is its file name without an extension."""
+    """A plot; `key` is the file name without extension."""
 
     key: str
     title: str
@@ -90,7 +90,7 @@ ChartOf = Callable[[Records], Chart | None]
 
 
 def to_png(chart: Chart, path: Path) -> None:
-    """Draw a chart, with its title, as a PNG on white."""
+    """Save a chart with its title as a PNG on white."""
     with mpl.rc_context(CHART_STYLE):
         figure, axes = _figure(chart)
         figure.suptitle(chart.title, x=0.02, ha="left", fontsize=13, fontweight="bold")
@@ -99,7 +99,7 @@ def to_png(chart: Chart, path: Path) -> None:
 
 
 def to_svg(chart: Chart) -> str:
-    """Return a chart as an SVG element for an HTML page, which defines `--plot-NAME` colors."""
+    """Return a chart as an SVG element; the HTML page must define the `--plot-NAME` colors."""
     with mpl.rc_context({**CHART_STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
         figure, axes = _figure(chart)
         chart.draw(axes)
@@ -108,7 +108,7 @@ def to_svg(chart: Chart) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for size in ("width", "height"):  # the page decides
+    for size in ("width", "height"):  # sized by the page
         svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     for name, color in COLORS.items():
         svg = svg.replace(f": {color}", f": var(--plot-{name})")
@@ -121,23 +121,23 @@ def _figure(chart: Chart) -> tuple[Figure, Axes]:
 
 
 def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of a metric, float64; values that cannot be drawn are NaN."""
+    """Return steps and values of a metric, float64; values that cannot be plotted are NaN."""
     having = [r for r in records if name in r]
     steps = np.array([r["step"] for r in having], dtype=np.float64)
     return steps, drawable([r[name] for r in having])
 
 
 def drawable(values: Sequence[float]) -> np.ndarray:
-    """Return values as float64, with NaN in place of infinities and of values above 1e100."""
+    """Return values as float64, with NaN for infinities and values above 1e100."""
     array = np.array([float(value) for value in values], dtype=np.float64)
     return np.where(np.abs(array) < MOST_DRAWN, array, np.nan)
 
 
 def line(axes: Axes, curve: tuple[np.ndarray, np.ndarray], label: str, color: str) -> None:
-    """Draw a metric as a line: with a moving mean if long, thinned if very long."""
+    """Plot a metric as a line; long series get a moving average, very long ones are thinned."""
     steps, values = curve
     steps, values = thin(steps, values)
-    if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
+    if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # averages of equals are noisy
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
         axes.plot(steps, _moving_mean(values, max(2, len(steps) // 32)), color=color, label=label)
     else:
@@ -146,7 +146,7 @@ def line(axes: Axes, curve: tuple[np.ndarray, np.ndarray], label: str, color: st
 
 
 def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
-    """Set ticks, labels and limits: whole steps on the x-axis, the unit on the y-axis."""
+    """Set ticks, labels and limits: integer steps on the x-axis, the unit on the y-axis."""
     whole = MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     axes.xaxis.set_major_locator(whole)
     left, right = axes.dataLim.intervalx
@@ -166,7 +166,7 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
 
 
 def legend_above(axes: Axes) -> None:
-    """Give a chart of several lines a legend, in as many columns as the chart has room for."""
+    """Add a legend above a chart of several lines, in as many columns as fit."""
     names = axes.get_legend_handles_labels()[1]
     place: dict[str, Any] = {"loc": "outside upper left", "handlelength": 1.2}
     columns = legend_columns(names)
@@ -175,7 +175,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def legend_columns(names: Sequence[str]) -> int:
-    """Return the columns of a legend: columns are filled one after the other."""
+    """Return the legend columns; legends are filled column by column."""
     for columns in range(min(4, len(names)), 1, -1):
         groups = np.array_split(np.array([len(name) for name in names]), columns)
         inches = [0.45 + 0.095 * int(group.max()) for group in groups]
@@ -198,7 +198,7 @@ def thin(
 
 
 def _moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
-    """Return the mean of each value and up to `radius` neighbors on both sides, ignoring gaps."""
+    """Return the mean of each value and up to `radius` neighbors per side, ignoring gaps."""
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     nums = np.concatenate([[0], np.cumsum(known)])
@@ -230,7 +230,7 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
         def draw(axes: Axes) -> None:
             for (label, curve), color in zip(curves.items(), itertools.cycle(LINES), strict=False):
                 line(axes, curve, label, COLORS[color])
-            # Start at zero, unless a value is negative; a flat line is not cut by the edge.
+            # Start at zero unless a value is negative; keep flat lines off the edge.
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
             axes.set_ylim(top=1.03 * axes.get_ylim()[1])
             finish(axes, unit, len(curves))
@@ -269,7 +269,8 @@ def _mismatch(records: Records) -> Chart | None:
     steps, shown = thin(steps, values, np.nanmax)
 
     def draw(axes: Axes) -> None:
-        # An exact run is a flat line with a text, any other a stem per step with differing tokens.
+        # An exact run shows a flat line with a text, other runs a stem per step with differing
+        # tokens.
         color, width = (COLORS["green"], 3) if exact else (COLORS["red"], 0)
         axes.plot(steps, shown, color=color, lw=width, marker="o", markersize=4, clip_on=False)
         if exact:
@@ -310,7 +311,7 @@ def _time(records: Records) -> Chart | None:
     phases = {phase: seconds(phase) for phase in PHASES if phase != "other"}
     phases["other"] = np.maximum(seconds("step") - sum(phases.values()), 0.0)
     total = sum(float(v.sum()) for v in phases.values()) or 1.0
-    # Tiny phases are drawn, since the height is the whole step, but not named.
+    # Plot tiny phases too, since the height is the whole step, but do not label them.
     named = {phase for phase, v in phases.items() if v.sum() >= 0.005 * total}
 
     def draw(axes: Axes) -> None:
@@ -342,7 +343,7 @@ CHARTS: tuple[ChartOf, ...] = (
         "share",
         {
             "reward/zero_std_groups": "equal-reward groups",
-            "response_length/clip_ratio": "answers cut off",
+            "response_length/clip_ratio": "truncated",
             "policy/clip_fraction": "tokens clipped",
         },
     ),
@@ -364,7 +365,7 @@ CHARTS: tuple[ChartOf, ...] = (
         "pairs",
         "Pairs in the right order",
         "share",
-        {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
+        {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "eval"},
     ),
 )
 
@@ -377,7 +378,7 @@ def charts_of(records: Records) -> list[Chart]:
 def plot_runs(
     paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
 ) -> Path:
-    """Plot metrics of runs as a PNG, a panel per metric; `eval` names the means of all tasks."""
+    """Plot metrics of runs as a PNG, one panel per metric; `eval`: the means of all tasks."""
     named = zip(labels(paths), paths, strict=True)
     runs = {label: RunDirectory.open(path).metrics() for label, path in named}
     in_rl = any(in_phase(records, "rl") for records in runs.values())
@@ -388,7 +389,7 @@ def plot_runs(
     width, height = PANEL_INCHES
     out = Path(out_png)
     with mpl.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # no font has it: a box stands for it
+        warnings.filterwarnings("ignore", "Glyph")  # missing glyphs are drawn as boxes
         size = (width * num_columns, height * num_rows + 0.4)
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(num_rows, num_columns, squeeze=False)

@@ -1,7 +1,7 @@
-"""The report of a run: report.html, one file that needs nothing else, and the plots as PNGs.
+"""Report of a run: report.html, a single self-contained file, and plots as PNGs.
 
-Everything that comes from a model, a data set or a file goes through `text`, which escapes it; only
-markup written by hand is `Html`.
+Everything from a model, data set or file goes through `text`, which escapes it; only hand-written
+markup is `Html`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetrl.settings.loading import Settings
 Html = NewType("Html", str)
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Nothing is loaded and no script runs, even if an escape were missing."""
+"""No resources are loaded and no scripts run, even if an escape were missing."""
 
 
 def _style_sheet() -> str:
@@ -56,7 +56,7 @@ def page(title: str, body: Sequence[Html]) -> str:
 
 
 def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
-    """Return a number of the headline; the tone is good, bad or ""."""
+    """Return a headline number; the tone is good, bad or ""."""
     return Html(
         f'<div class="card tile {tone}"><p class="kicker">{text(label)}</p>'
         f'<p class="value">{value}</p><p class="note">{text(note)}</p></div>'
@@ -102,7 +102,7 @@ STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped"
 
 
 def write_report(run_path: str | Path) -> Path:
-    """Write report.html and plots/*.png into a run directory, and return the report's path."""
+    """Write report.html and plots/*.png into a run directory; return the report's path."""
     run = RunDirectory.open(run_path)
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
@@ -237,7 +237,7 @@ def _sample(record: Record) -> Html:
     if len(record.get("turns") or ()) > 1:
         facts.append(f"{len(record['turns'])} turns")
     if record.get("finish_reason") == "length":
-        facts.append("cut off at the limit")
+        facts.append("truncated")
     if record.get("answer") is not None:
         facts.append(f"answer {clip(str(record['answer']), 60)}")
     score_parts = record.get("parts") or {}

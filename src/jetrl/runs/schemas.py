@@ -1,4 +1,4 @@
-"""The schemas of the files of a run directory, and samples as lines of `rollouts/`.
+"""Schemas of the files in a run directory, and samples as lines of `rollouts/`.
 
 A line of metrics.jsonl may hold NaN and infinities, which a run can measure; its step, time and
 totaled counts are finite. A line of rollouts/ has all that a replay of the training step needs, but
@@ -20,7 +20,7 @@ from jetrl.types.conversation import shown_message
 Phase = Literal["sft", "rl"]
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
 
-Number = float  # strict: an int is allowed, true is not
+Number = float  # strict: accepts int, but not bool
 MOST_NAME = 1000  # characters
 Name = Annotated[str, Field(max_length=MOST_NAME)]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -28,7 +28,7 @@ Tokens = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
 
 
 class MetricsLine(Stored):
-    """A line of metrics.jsonl: a step's number and time, and its metrics by name."""
+    """A line of metrics.jsonl: step number, time, and metrics by name."""
 
     __pydantic_extra__: dict[str, Number] = Field(init=False)
 

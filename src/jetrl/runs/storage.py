@@ -1,7 +1,7 @@
-"""Files of one JSON object per line, of which a killed process loses at most the last line.
+"""JSON Lines files; a killed process loses at most the last line.
 
-A line is written by one call. An incomplete last line is dropped by readers and cut off by the next
-writer; a broken line anywhere else is damage, which is reported by file and line.
+Each line is written by one call. An incomplete last line is ignored by readers and removed by the
+next writer; a broken line anywhere else is reported with file and line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jetrl.errors import StorageError, UserError
 from jetrl.files import checked, free_space, open_regular
 
 Record = dict[str, Any]
-MOST_LINE = 2**26  # bytes of a line; a sample of a million tokens is half as long
+MOST_LINE = 2**26  # maximum bytes per line; a sample of a million tokens takes half
 _DAMAGED = "the file is damaged: repair or delete that line"
 
 
 def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
-    """Return the objects of a file in order, and a note about a dropped last line, or "".
+    """Return the objects of a file in order, and a note about an ignored last line, or "".
 
-    A missing file has none. Raises UserError if a line is damaged or does not fit the schema.
+    A missing file counts as empty. Raises UserError if a line is damaged or violates the schema.
     """
     records: list[Record] = []
     try:
@@ -68,7 +68,7 @@ def _line_of(file: IO[bytes], path: Path) -> bytes:
 
 
 def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
-    """Return `read_jsonl` of a file, and make the file end in a whole line."""
+    """Like `read_jsonl`, and remove an incomplete last line."""
     records, note = read_jsonl(path, schema)
     if note or (records and not path.read_bytes().endswith(b"\n")):
         write_jsonl(path, records)
@@ -94,13 +94,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class JsonlWriter:
-    """Appends objects to a file, each by one unbuffered write."""
+    """Appends objects to a file, each with one unbuffered write."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append an object; raise OSError if the disk is full."""
+        """Append an object; raises OSError if the disk is full."""
         data = memoryview(_line(record).encode("utf-8", "surrogatepass"))
         while data:
             data = data[self._file.write(data) :]
@@ -115,7 +115,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block, which writes `path`, into a StorageError with a remedy."""
+    """Convert an OSError while writing `path` into a StorageError with a remedy."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Experiment trackers by name: wandb, trackio, tensorboard.
+"""Experiment trackers: wandb, trackio, tensorboard.
 
-All are optional packages. A missing package or a failed login is an error at the start. Later, a
-tracker never stops a run: its first failure is logged, and metrics.jsonl has the metrics anyway.
+All are optional packages. A missing package or failed login is an error at startup. Later, a
+tracker never stops a run: its first failure is logged, and metrics.jsonl has all metrics anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Send = Callable[[int, Mapping[str, float]], object]
 
 
 class Tracker(NamedTuple):
-    """The calls of a tracker: a step's metrics, the summary after the last step, and the end."""
+    """Interface of a tracker: metrics per step, summary after the last step, and close."""
 
     log: Send
     summarize: Send
@@ -34,7 +34,7 @@ class Tracker(NamedTuple):
 
 
 class Trackers:
-    """A group of trackers that never raises."""
+    """A group of trackers that never raise."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -48,7 +48,7 @@ class Trackers:
                 tracker.log(step, _metrics_of(metrics))
 
     def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Close every tracker, after sending the run's summary if given; may be called twice."""
+        """Close every tracker, after sending the run's summary if given; idempotent."""
         for name, tracker in self._trackers.items():
             if summary is not None:
                 with self._reporting(name, "could not take the summary"):
@@ -60,7 +60,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _reporting(self, name: str, failure: str) -> Iterator[None]:
-        """Log a tracker's first error, whatever it is, and let the run continue."""
+        """Log a tracker's first error of any kind, and let the run continue."""
         try:
             yield
         except Exception as error:
@@ -72,7 +72,7 @@ class Trackers:
 
 
 def _metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Leave out the time of supervised updates, which count from one as the steps of RL do."""
+    """Drop the time of supervised updates, which are numbered from 1 like RL steps."""
     left_out = "timing/step_s" if "sft/loss" in record else ""
     return {name: record[name] for name in record if "/" in name and name != left_out}
 
@@ -121,8 +121,8 @@ def _start(name: str, settings: TrackerSettings, path: Path, config: dict[str, A
 
 
 def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]) -> Tracker:
-    # The id is kept with the run: a resumed run continues its curves, and another run of the same
-    # name gets new ones.
+    # Keep the id with the run: a resumed run continues its curves, and another run of the same name
+    # gets new ones.
     id_file = path / "wandb_id.txt"
     resumes = id_file.is_file()
     if not resumes:
@@ -130,13 +130,13 @@ def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: dict[str,
     own = {**own, "name": path.name, "id": id_file.read_text().strip()}
     run = wandb.init(resume="allow", config=config, dir=path, **own)
     run.define_metric("*", step_metric="step")
-    # Offline, each attempt has a folder of its own, and `wandb sync` keeps the last one that it
-    # read: so the last one has all steps.
+    # Offline, each attempt has its own folder, and `wandb sync` keeps the last one: so the last one
+    # must contain all steps.
     if resumes and getattr(run, "offline", False):
         for record in RunDirectory(path).metrics():
             run.log({**_metrics_of(record), "step": record["step"]})
-    # Not wandb's own step, which may only grow: warm-up and RL each count from one, and a resumed
-    # run repeats the steps after its checkpoint.
+    # Do not use wandb's step, which must increase: warm-up and RL both count from 1, and a resumed
+    # run repeats steps.
     return Tracker(
         lambda step, metrics: run.log({**metrics, "step": step}),
         lambda step, summary: run.summary.update(summary),
