@@ -29,14 +29,13 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.parity import make_policy, prompts_of
+from benchmarks.study.deviation import SamplerDeviation
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.plan import SamplerDeviation
 from jetrl.session.parity import measure
-from jetrl.settings.presets import LinearFormat
 
 _TEMPERATURE = 0.6
 _SPLIT = 256  # Keys after which the other attention begins a new sum.
@@ -52,20 +51,20 @@ def _preset(name: str) -> PrecisionPlan:
 def plan_with(components: Sequence[str]) -> PrecisionPlan:
     """Return a plan with a BF16 trainer, whose sampler has some components in another form."""
     own = set(components)
-    linears: LinearFormat = "bf16"
+    table: dict[str, Any] = {"linears": "bf16"}
     if {"weights", "activations"} <= own:
-        linears = "fp8"
+        table["linears"] = "fp8"
     elif "weights" in own:
-        linears = "fp8_weights"
+        table["linears"] = "fp8_weights"
     elif "activations" in own:
-        linears = "fp8_activations"
-    deviation = SamplerDeviation(
-        linears=linears,
-        kv="fp8" if "keys and values" in own else None,
-        attention_split=_SPLIT if "attention" in own else None,
-        lm_head="fp8" if "head" in own else None,
-    )
-    return _preset("mixed").replace(sampler_deviation=deviation)
+        table["linears"] = "fp8_activations"
+    if "keys and values" in own:
+        table["kv"] = "fp8"
+    if "attention" in own:
+        table["attention_split"] = _SPLIT
+    if "head" in own:
+        table["lm_head"] = "fp8"
+    return SamplerDeviation(**table).plan_of(_preset("mixed"))
 
 
 def plans() -> dict[str, PrecisionPlan]:

@@ -67,7 +67,6 @@ def evaluated(request: Request) -> Outcome:
     began = time.perf_counter()
     run = Path(request.run)
     settings = load_config(run / "config.toml")
-    stored_plan = PrecisionPlan.from_dict(RunDirectory.open(run).plan(), str(run / "plan.json"))
     device, own, rounding = settings.run.device, None, request.bf16_rounding
     if request.own:
         policy = open_policy(run, None, device)
@@ -75,7 +74,7 @@ def evaluated(request: Request) -> Outcome:
         name = _device_name(policy)
         del policy
     plan = PrecisionPlan.preset(request.preset).replace(bf16_rounding=rounding)
-    if own is not None and stored_plan == plan:
+    if own is not None and _stored_plan(run) == plan:
         common = own.model_copy(update={"preset": request.preset})
     else:
         policy = open_policy(run, request.preset, device, bf16_rounding=rounding)
@@ -91,6 +90,10 @@ def evaluated(request: Request) -> Outcome:
         exported=exported,
         seconds=time.perf_counter() - began,
     )
+
+
+def _stored_plan(run: Path) -> PrecisionPlan:
+    return PrecisionPlan.from_dict(RunDirectory.open(run).plan(), str(run / "plan.json"))
 
 
 def _exported(run: Path, settings: Settings, request: Request) -> FinalEvaluation:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.definition import Definition, Layer, StartSection
+from benchmarks.study.deviation import NO_DEVIATION, SECTION, SamplerDeviation, deviation_of
 
 from jetrl.errors import UserError
 from jetrl.settings.loading import Settings, load_config, to_toml, toml_value
@@ -22,6 +23,7 @@ from jetrl.settings.sections import ModelSettings, PrecisionSettings
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
 RUN, START = "runs", "starts"
+THROUGH_BF16 = "weights_through_bf16"  # once of the sampler's deviation, now of [precision]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class PlannedRun:
         said: A digest of what the study and its recipe say of these settings, likewise; it stays
             when a default is changed.
         start: The training that made its first weights; None: its own settings say.
+        deviation: What its sampler computes otherwise than its trainer.
     """
 
     name: str
@@ -65,6 +68,7 @@ class PlannedRun:
     digest: str
     said: str
     start: PlannedStart | None = None
+    deviation: SamplerDeviation = NO_DEVIATION
 
     @property
     def path(self) -> Path:
@@ -148,26 +152,51 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
     own = _flat(definition, definition.arm_settings[arm], f"arms.{arm}")
     name = "-".join([*point.values(), arm, f"s{seed}"])
     task = None if definition.recipe is None else load_config(definition.recipe).task.name
-    settings = _resolved(definition, _merged([*shared, own], task), name, seed, RUN)
+    flat, deviation = _without_deviation(definition, _merged([*shared, own], task))
+    settings = _resolved(definition, flat, name, seed, RUN)
     if definition.start is None:
-        return PlannedRun(name, point, arm, seed, settings, _digest(settings), _said(settings))
+        digest, said = _digest(settings, deviation), _said(settings, deviation)
+        return PlannedRun(
+            name, point, arm, seed, settings, digest, said, start=None, deviation=deviation
+        )
     if "sft.steps" in own:
         raise UserError(
             f"{own['sft.steps'].place}: arms.{arm} sets sft.steps, and [start] trains before all "
             "arms: write it there"
         )
     start = _planned_start(definition, definition.start, _merged(shared, task), seed)
-    digest, said = _digest(settings, start.digest), _said(settings, start.said)
+    digest = _digest(settings, deviation, start.digest)
+    said = _said(settings, deviation, start.said)
     model = ModelSettings(path=str(start.path / "model"))
     sft = settings.sft.model_copy(update={"steps": 0, "until": None})
     begun = settings.model_copy(update={"model": model, "sft": sft})
-    return PlannedRun(name, point, arm, seed, begun, digest, said, start)
+    return PlannedRun(name, point, arm, seed, begun, digest, said, start, deviation)
+
+
+def _without_deviation(definition: Definition, flat: Flat) -> tuple[Flat, SamplerDeviation]:
+    """Return the settings of a run, and its sampler's deviation, which is none of its settings."""
+    own = {
+        key: setting
+        for key, setting in flat.items()
+        if key.startswith(f"{SECTION}.") and key != f"{SECTION}.{THROUGH_BF16}"
+    }
+    if not own:
+        return flat, NO_DEVIATION
+    if definition.eval.own or definition.eval.exported:
+        raise UserError(
+            f"{definition.place('eval')}: a sampler deviates in training alone: with {SECTION} set "
+            "own = false in [eval], and leave exported out"
+        )
+    table = {key.removeprefix(f"{SECTION}."): setting.value for key, setting in own.items()}
+    deviation = deviation_of(table, next(iter(own.values())).place)
+    return {key: setting for key, setting in flat.items() if key not in own}, deviation
 
 
 def _planned_start(
     definition: Definition, section: StartSection, shared: Flat, seed: int
 ) -> PlannedStart:
     """Return the supervised training of a grid point; equal ones have one name."""
+    shared, _ = _without_deviation(definition, shared)
     shared = shared | _flat(definition, definition.start_settings, "start")
     chosen_seed = seed if section.seed is None else section.seed
     settings = _resolved(definition, shared, "start", chosen_seed, START)
@@ -182,12 +211,11 @@ def _planned_start(
     settings = settings.model_copy(
         update={
             "precision": precision.model_copy(update=own),
-            "sampler_deviation": defaults.sampler_deviation,
             "algorithm": defaults.algorithm,
             "loop": defaults.loop.model_copy(update={"steps": 0}),
         }
     )
-    digest, said = _digest(settings), _said(settings)
+    digest, said = _digest(settings, NO_DEVIATION), _said(settings, NO_DEVIATION)
     name = f"start-{digest}"
     run = settings.run.model_copy(update={"name": name})
     return PlannedStart(name, settings.model_copy(update={"run": run}), digest, said)
@@ -254,9 +282,10 @@ def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
     return merged
 
 
-def _digest(settings: Settings, start: str = "") -> str:
+def _digest(settings: Settings, deviation: SamplerDeviation, start: str = "") -> str:
     """Return a digest of the settings that differ from their defaults, without name and folder."""
     tree = settings.model_dump(mode="json", exclude_defaults=True)
+    _put_deviation(tree, deviation.to_dict())
     # `unified` was the default preset until 2026-11-26: digests of earlier runs leave it out.
     precision = tree.pop("precision", {}) | {"preset": settings.precision.preset}
     if precision["preset"] == "unified":
@@ -266,9 +295,20 @@ def _digest(settings: Settings, start: str = "") -> str:
     return _digest_of(tree, start)
 
 
-def _said(settings: Settings, start: str = "") -> str:
+def _said(settings: Settings, deviation: SamplerDeviation, start: str = "") -> str:
     """Return a digest of the settings that were given a value, without name and folder."""
-    return _digest_of(settings.model_dump(mode="json", exclude_unset=True), start)
+    tree = settings.model_dump(mode="json", exclude_unset=True)
+    _put_deviation(tree, deviation.model_dump(mode="json", exclude_unset=True))
+    return _digest_of(tree, start)
+
+
+def _put_deviation(tree: dict[str, Any], own: dict[str, Any]) -> None:
+    """Put the deviation, and what was of it once, where digests of earlier runs have it."""
+    precision = tree.get("precision", {})
+    if THROUGH_BF16 in precision:
+        own = own | {THROUGH_BF16: precision.pop(THROUGH_BF16)}
+    if own:
+        tree[SECTION] = own
 
 
 def _digest_of(tree: dict[str, Any], start: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.study import scheduler
 from benchmarks.study.definition import Definition, definition_of, read_definition
+from benchmarks.study.deviation import SECTION, SamplerDeviation
 from benchmarks.study.final_evaluation import answer_request
 from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.processes import Pool, cards_for
@@ -27,6 +28,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import RunLock, run_state
 from jetrl.runs.directory import settings_that_differ
 from jetrl.runs.format import clip
+from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.tasks import build_task
 
 
@@ -129,6 +131,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     """Return the settings of a run and its start, without those that the study gives them."""
     given = {"run": {"name", "dir"}}
     tree = run.settings.model_dump(mode="json", exclude=given)
+    tree[SECTION] = run.deviation.model_dump(mode="json")
     if run.start is not None:
         start = run.start.settings.model_dump(mode="json", exclude=given)
         tree["model"], tree["sft"] = start["model"], start["sft"]
@@ -214,10 +217,10 @@ def check_runs(queue: Sequence[Work]) -> None:
     for run in (run for work in queue for run in work.runs if run.name not in work.results.runs):
         settings = run.settings
         first = run.start.settings if run.start is not None else settings
-        precision = (settings.precision, settings.sampler_deviation)
+        precision = (settings.precision, run.deviation)
         checks: list[tuple[object, Callable[..., object], tuple[Any, ...]]] = [
             (settings.task, build_task, (settings.task,)),
-            (precision, PrecisionPlan.from_settings, precision),
+            (precision, _plan_of, precision),
             (first.model, model_config, (first,)),
         ]
         for section, check, words in checks:
@@ -228,3 +231,8 @@ def check_runs(queue: Sequence[Work]) -> None:
                 check(*words)
             except UserError as error:
                 raise UserError(f"{error}\n(settings of the run {run.name})") from None
+
+
+def _plan_of(settings: PrecisionSettings, deviation: SamplerDeviation) -> PrecisionPlan:
+    """Return the precision plan of a run."""
+    return deviation.plan_of(PrecisionPlan.from_settings(settings))

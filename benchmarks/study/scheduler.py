@@ -314,10 +314,12 @@ class Sitting:
         with storing(recipe):
             recipe.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(recipe, recipe_of(work.settings))
-        command = "train" if isinstance(work, PlannedRun) else "sft"
+        command = ["sft"]
+        if isinstance(work, PlannedRun):
+            command = [*work.deviation.words(), "train"]
         resume = ["--resume"] if has_begun(work, self.definition) else []
         item.running = True
-        return self._job(work.name, [command, str(recipe), *resume])
+        return self._job(work.name, [*command, str(recipe), *resume])
 
     def _evaluation(self, item: Item) -> Job:
         """Return the command that evaluates the final weights of a run."""

@@ -73,8 +73,7 @@ if __name__ == "__main__":  # what all commands need is imported before the firs
     import benchmarks.study.final_evaluation  # noqa: F401
     import torch
     import torch._dynamo  # optimizers import it when the first one is made
-
-    from jetrl.cli.main import main
+    from benchmarks.study.deviation import main
 
     def give_back() -> None:
         gc.collect()

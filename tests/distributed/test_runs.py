@@ -103,8 +103,6 @@ RARE = {
         "data.batch=shuffle_r1",
         "task.workers=3",
         "precision.wgrad_input=1x128",
-        "sampler_deviation.linears=fp8_weights",
-        "sampler_deviation.logit_noise=0.1",
     ],
     "turns": [
         f"task.name={Path(__file__).with_name('turns_task.py')}:Counter",

@@ -71,7 +71,7 @@ def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
     [
         (["precision.preset=mixed"], True),
         (["precision.preset=unified"], False),
-        (["precision.preset=unified", "sampler_deviation.logit_noise=0.1"], True),
+        (["precision.preset=unified", "precision.weights_through_bf16=true"], True),
     ],
 )
 def test_a_mismatch_without_a_correction_is_said_at_the_start(

@@ -1,4 +1,4 @@
-"""`[sampler_deviation]`, the widened gradients and pinned BF16 sums on a Hopper GPU."""
+"""A study's deviation of the sampler and pinned BF16 sums on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.study.deviation import SamplerDeviation
+from benchmarks.study.logit_noise import normal_noise, with_noise
 from small_models import config, make_policy
 
 from jetrl import Policy
-from jetrl.kernels.sampling import normal_noise, with_noise
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.plan import SamplerDeviation
 from jetrl.session.parity import check_policy, failures, measure
 
 pytestmark = pytest.mark.gpu
@@ -25,15 +25,23 @@ def policy(plan: PrecisionPlan) -> Policy:
     "dose",
     [
         ("linears", "fp8_weights"), ("linears", "fp8_activations"), ("linears", "bf16"),
-        ("weights_through_bf16", True), ("bf16_layers", (1,)), ("scales", "pow2"), ("kv", "bf16"),
+        ("bf16_layers", (1,)), ("scales", "pow2"), ("kv", "bf16"),
         ("attention_split", 64), ("lm_head", "fp8"), ("logit_noise", 0.01),
     ],
     ids=str,
 )  # fmt: skip
 def test_each_dose_moves_the_sampler_alone(dose: tuple[str, Any]) -> None:
     preset = PrecisionPlan.preset("unified")
-    p = policy(preset.replace(sampler_deviation=SamplerDeviation(**dict([dose]))))
-    plain = policy(preset)
+    check_the_sampler_alone_moves(SamplerDeviation(**dict([dose])).plan_of(preset))
+
+
+def test_weights_through_bf16_move_the_sampler_alone() -> None:
+    preset = PrecisionPlan.preset("unified")
+    check_the_sampler_alone_moves(preset.replace(weights_through_bf16=True))
+
+
+def check_the_sampler_alone_moves(plan: PrecisionPlan) -> None:
+    p, plain = policy(plan), policy(PrecisionPlan.preset("unified"))
     tokens = [list(range(3, 200))]
     assert torch.equal(p.logprobs(tokens)[0], plain.logprobs(tokens)[0])
     result = measure(p, num_prompts=6, max_tokens=80)

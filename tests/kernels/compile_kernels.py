@@ -285,14 +285,9 @@ def update(shape: str, plan: Any, rank: int = 0) -> None:
 def other_options() -> None:
     """Compile what other sampling and other gradients launch: one after the other, on one shape."""
     from jetrl.precision import PrecisionPlan
-    from jetrl.precision.plan import SamplerDeviation
 
-    jet, mixed = PrecisionPlan.preset("jet"), PrecisionPlan.preset("mixed")
-    dose = SamplerDeviation(
-        attention_split=256, logit_noise=0.1, scales="pow2", kv="fp8", weights_through_bf16=True
-    )
-    coded = SamplerDeviation(linears="fp8_activations")
-    for plan in (jet.replace(sampler_deviation=dose), mixed.replace(sampler_deviation=coded)):
+    jet = PrecisionPlan.preset("jet")
+    for plan in (PrecisionPlan.preset("alike"), jet.replace(scales="pow2", kv="fp8")):
         prefill("qwen3-0.6b", plan)
         decode("qwen3-0.6b", plan, sizes=DECODES[:1])
     for plan in (jet.replace(grad_output="e5m2"), jet.replace(wgrad_input="1x128")):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetrl.kernels.allowed_tokens import allowed_tokens, allows_all
-from jetrl.kernels.sampling import NOISE_COUNTER, _philox_words, normal_noise, random_bits, sample
+from jetrl.kernels.sampling import random_bits, sample
 
 
 def draw(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -129,27 +129,3 @@ def test_rows_without_a_finite_softmax_have_no_finite_lse() -> None:
     logits[1, 2] = torch.nan
     logits[2] = -torch.inf
     assert sample_rows(logits)[2].isfinite().tolist() == [True, False, False]
-
-
-# Noise on logits
-
-KEYS = torch.tensor([0, 5, 2**52 + 17, -1])
-
-
-def test_words_are_those_of_the_samplers_philox() -> None:
-    first, second = (word.numpy() for word in _philox_words(KEYS, torch.arange(300)))
-    for row, key in enumerate(KEYS.tolist()):
-        # The counter (c, 0, 0, n) is that of sequence c and position n * 2**32.
-        position = np.full(300, NOISE_COUNTER << 32, dtype=np.int64)
-        bits = random_bits(np.full(300, key, dtype=np.int64), np.arange(300), position)
-        assert np.array_equal((first[row] << 21) | (second[row] >> 11), bits)
-
-
-def test_noise_is_standard_normal_and_independent_of_the_row() -> None:
-    noise = normal_noise(KEYS, 40_000).double()
-    # Six standard deviations of the mean, of the variance and of a correlation of n samples.
-    bound = 6 / math.sqrt(noise.shape[1])
-    assert noise.mean(1).abs().max() < bound
-    assert (noise.square().mean(1) - 1).abs().max() < bound * math.sqrt(2)
-    assert (torch.corrcoef(noise) - torch.eye(len(KEYS))).abs().max() < bound
-    assert noise.isfinite().all()

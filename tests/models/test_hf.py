@@ -33,7 +33,6 @@ from jetrl.models.families import FAMILIES, parameter_shapes
 from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.plan import SamplerDeviation
 
 
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
@@ -279,7 +278,7 @@ def test_a_bf16_directory_keeps_the_small_updates_that_the_policy_reads(
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128, "model_type": "llama"}
     plan = PrecisionPlan.preset(preset.split()[0]).replace(bf16_rounding=rounding)
     if preset == "mixed through BF16":  # both sides read BF16 weights, the sampler through FP8
-        plan = plan.replace(sampler_deviation=SamplerDeviation(weights_through_bf16=True))
+        plan = plan.replace(weights_through_bf16=True)
     policy = Policy.from_config(sizes | {"rms_norm_eps": 1e-6, "vocab_size": 640}, plan)
     masters, start = policy.master_weights(), {}
     for name, master in masters.items():

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from tests.training.shared import config
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
-from jetrl.precision import PrecisionPlan
+from jetrl.precision import PrecisionPlan, QTensor, quantize
 from jetrl.precision.formats import BF16, FP8, NVFP4, key_and_value_formats
+from jetrl.settings.loading import load_config
 from jetrl.settings.precision_section import PrecisionSettings
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
@@ -111,3 +114,55 @@ def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:
     for preset in ("bf16", "mixed", "fp32"):
         with pytest.raises(UserError, match=r"nvfp4.*unified or jet"):
             PrecisionPlan.preset(preset).replace(base="nvfp4")
+
+
+def test_weights_through_bf16_move_the_samplers_codes_alone() -> None:
+    settings = PrecisionSettings(preset="mixed", weights_through_bf16=True)
+    plan = PrecisionPlan.from_settings(settings)
+    assert ("sampler only", "weights_through_bf16 = True") in plan.describe()
+    quantized = Policy.from_config(config(), plan).decoder.layers[0].mixer.qkv.quantized
+    sampler = quantized.operand("rollout")
+    assert isinstance(sampler, QTensor)
+    rounded = quantize(quantized.master.detach().bfloat16(), (128, 128))
+    assert torch.equal(sampler.codes.float(), rounded.codes.float())
+    assert torch.equal(sampler.scales, rounded.scales)
+    assert not PrecisionPlan.preset("unified").replace(weights_through_bf16=True).exact
+    with pytest.raises(UserError, match="weights_through_bf16 = true is for FP8 weights"):
+        PrecisionPlan.from_settings(PrecisionSettings(preset="int8", weights_through_bf16=True))
+
+
+@pytest.mark.parametrize(
+    "preset, options, stored",
+    [
+        ("alike", {}, {"weights_through_bf16": True, "attention_split": 256}),
+        ("alike", {"weights_through_bf16": False}, {"attention_split": 256}),
+        ("mixed", {"weights_through_bf16": True}, {"weights_through_bf16": True}),
+        ("unified", {}, None),
+    ],
+)
+def test_the_samplers_own_fields_are_stored_as_before_they_were_fields(
+    preset: str, options: dict[str, Any], stored: dict[str, Any] | None
+) -> None:
+    plan = PrecisionPlan.from_settings(PrecisionSettings(preset=preset, **options))
+    assert plan.to_dict().get("sampler_deviation") == stored
+    assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize("table", [{"logit_noise": 0.1}, {"attention_split": 64}, 3, [1]])
+def test_a_stored_plan_of_a_study_is_refused(table: object) -> None:
+    with pytest.raises(UserError, match=r"plan\.json: sampler_deviation: the plan of a study"):
+        PrecisionPlan.from_dict({"name": "jet", "sampler_deviation": table}, "plan.json")
+
+
+def test_the_name_of_before_sets_weights_through_bf16(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[precision]\npreset = "mixed"\n[sampler_deviation]\nweights_through_bf16 = 1\n'
+    )
+    old, new = "sampler_deviation.weights_through_bf16", "precision.weights_through_bf16"
+    with pytest.raises(UserError, match=rf"line 4: {new} = 1: should be a valid boolean"):
+        load_config(recipe)
+    assert load_config(recipe, [f"{old}=true"]) == load_config(recipe, [f"{new}=true"])
+    assert load_config(None, [f"{old}=none"]) == load_config(None)
+    with pytest.raises(UserError, match=r"'sampler_deviation\.kv=fp8'.*is for studies"):
+        load_config(None, ["sampler_deviation.kv=fp8"])

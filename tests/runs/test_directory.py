@@ -242,18 +242,16 @@ LARGEST = {  # settings that readers of a run directory check, at their bounds
     "report.samples": 10**6,
     "precision.first_layers_bf16": 1024,
     "precision.last_layers_bf16": 1024,
-    "sampler_deviation.attention_split": 2**53 - 64,
-    "sampler_deviation.logit_noise": 1e6,
 }
 
 
 def test_what_the_settings_take_the_readers_take(create):
     overrides = [f"{key}={value}" for key, value in LARGEST.items()]
     settings = load_config(None, [*overrides, "run.name=large"])
-    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation).to_dict()
+    plan = PrecisionPlan.from_settings(settings.precision).to_dict()
     with create(*overrides, **plan) as run:
         assert run.config()["loop"]["steps"] == 10**12
-        assert run.plan()["sampler_deviation"]["logit_noise"] == 1e6
+        assert run.plan()["first_layers_bf16"] == 1024
 
 
 @pytest.mark.parametrize("key", LARGEST)

@@ -35,7 +35,6 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("error: adapter.path = aaaaaaa", LORA, f"adapter.path={'a' * 5000}"),
     ("head_dim", "model.config.head_dim=33"),
     ("the model has 2 layers", "precision.last_layers_bf16=3"),
-    ("has layer 7", "sampler_deviation.bf16_layers=[7]"),
     ("vocab_size is 5", "model.config.vocab_size=5"),
     ("matches no linear layer", LORA, 'adapter.targets=["nothing"]'),
     ("train_head and adapter.train_embeddings", LORA, "adapter.train_head=true"),

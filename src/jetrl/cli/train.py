@@ -330,7 +330,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     from jetrl.session.open import TrainingContext, check_pairs, check_run
     from jetrl.settings.loading import to_toml
 
-    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    plan = PrecisionPlan.from_settings(settings.precision)
     if not args.verbose:
         yield "# settings that differ from the defaults (--verbose: all)"
     yield to_toml(settings, changed_only=not args.verbose)

@@ -21,7 +21,7 @@ from jetrl.kernels.norm_hopper import (
     rms_norm_squares,
 )
 from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.sampling_hopper import add_noise_, sample
+from jetrl.kernels.sampling_hopper import sample
 from jetrl.kernels.swiglu_hopper import (
     swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_backward_values_, swiglu_forward,
     swiglu_quantize, swiglu_quantize_with_values,

@@ -101,7 +101,7 @@ class _Run:
             tree[section] = {**tree.get(section, {}), name: value}
         try:
             settings = Settings.model_validate(tree)
-            PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+            PrecisionPlan.from_settings(settings.precision)
         except (ValidationError, UserError):
             return None
         longest = min(self.load.tokens, self.load.prompt + settings.longest_answer)

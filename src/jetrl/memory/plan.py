@@ -183,7 +183,7 @@ class MemoryPlan:
         load = (load or Workload.of(settings, config)).of_a_rank(settings, cards)
         self._load, self._device, self._cards = load, device, cards
         self._tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
-        self._plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+        self._plan = PrecisionPlan.from_settings(settings.precision)
         self._lora = lora_of(settings.adapter, config)
         self._critic = (self._others.critic or config).with_scalar_head()
         whole = load.trained * load.tokens

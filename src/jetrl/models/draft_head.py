@@ -34,7 +34,6 @@ from jetrl.models.block import DenseShape
 from jetrl.models.dense import dense_mlp
 from jetrl.models.policy import Policy
 from jetrl.precision.quantize import QTensor, dequantize
-from jetrl.precision.quantized_weight import WeightOfCodedInputs
 
 KNOWN_TOKENS = 16384  # the maximum W: 128 MiB to read per drafted token at a hidden size of 4,096
 _EPS = 1e-6
@@ -117,6 +116,5 @@ def _head_rows(policy: Policy, token_ids: Tensor) -> Tensor:
         codes = weight.codes.view(torch.uint8)[token_ids].view(weight.codes.dtype)
         rows, columns = weight.block
         return dequantize(QTensor(codes, weight.scales[token_ids // rows], (1, columns)))
-    values = weight.values if isinstance(weight, WeightOfCodedInputs) else weight
-    assert isinstance(values, Tensor), "an output head is never NVFP4"
-    return values.detach()[token_ids]
+    assert isinstance(weight, Tensor), "an output head is never NVFP4"
+    return weight.detach()[token_ids]

@@ -27,7 +27,7 @@ from jetrl.kernels.backend import Kernels, device_kernels
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.precision.adapter import adapter_gradients
 from jetrl.precision.adapter_weight import AdapterWeight
-from jetrl.precision.formats import GEMMInput, Operand, format_of
+from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
     Linear,
@@ -48,7 +48,7 @@ NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter doe
 class FusedLinear:
     """A linear layer as one call on a side reads it; with an adapter its weight is frozen."""
 
-    weight: Operand
+    weight: StoredWeight
     bias: Tensor | None
     adapter: AdapterWeight | None
     plan: PrecisionPlan

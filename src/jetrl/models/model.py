@@ -70,8 +70,6 @@ class Model:
         self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
         check_device(config, plan, self.device)
-        if self.head == "lm" and not frozen:  # a model that is sampled from
-            plan.check_layers(config.num_layers)
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[self.head]

@@ -199,8 +199,7 @@ def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> No
         if not all(f.frozen for f in plan.linear_formats(layer, config.num_layers).values()):
             raise UserError(
                 f"{begin}, and the precision plan has layer {layer} in BF16: leave "
-                "precision.first_layers_bf16, last_layers_bf16 and sampler_deviation.bf16_layers "
-                "out"
+                "precision.first_layers_bf16 and last_layers_bf16 out"
             )
 
 

@@ -173,7 +173,7 @@ def model_config(settings: Settings) -> ModelConfig:
         if (count := getattr(precision, key)) > config.num_layers:
             raise UserError(f"precision.{key} = {count}: the model has {config.num_layers} layers")
     if path is not None:
-        plan = PrecisionPlan.from_settings(precision, settings.sampler_deviation)
+        plan = PrecisionPlan.from_settings(precision)
         check_base(config, plan, path)
         if settings.critic.path == "policy":
             check_base(config, plan.without_base, path)

@@ -43,18 +43,9 @@ from jetrl.precision.quantize import (
     empty_int8_rows,
     quantize,
 )
-from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, LinearFormat, ScaleRule
-
-
-@dataclass(frozen=True)
-class WeightOfCodedInputs:
-    """A bfloat16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons."""
-
-    values: Tensor
-
+from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule
 
 StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
-Operand = StoredWeight | WeightOfCodedInputs
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes, or BF16 values
 
 
@@ -89,7 +80,7 @@ class Format:
         frozen: Whether only weights that are not trained can have the format.
     """
 
-    name: LinearFormat
+    name: str
     words: str
     dtype: torch.dtype
     code: CodeFormat | None = None
@@ -101,13 +92,8 @@ class Format:
     reads_masters: ClassVar[bool] = False
     frozen: ClassVar[bool] = False
 
-    @property
-    def stored(self) -> Format:
-        """The format of the tensor that the weight is stored in."""
-        return self
-
-    def operand(self, stored: StoredWeight) -> Operand:
-        """Return a stored weight as a product takes it."""
+    def operand(self, stored: StoredWeight) -> StoredWeight:
+        """Return a stored weight as a product takes it; of a study's format it names the format."""
         return stored
 
     def described(self, scales: ScaleRule) -> str:
@@ -139,12 +125,17 @@ class Format:
         return x
 
     def fprop(
-        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
     ) -> Tensor:
         """Return X @ weight^T, [T, N]; `pinned` fixes the order of a BF16 product's sums."""
         return bf16_matmul(_values(x), _values(weight), out_dtype, pinned)
 
-    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+    def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
         """Return dY @ weight, bfloat16 [T, K]."""
         return free_matmul(_values(rows), _values(weight))
 
@@ -170,11 +161,16 @@ class _Codes(Format):
         return f"{self.words}, {scales} scales"
 
     def fprop(
-        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
     ) -> Tensor:
         return coded_matmul(_codes(x), _codes(weight), out_dtype)
 
-    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+    def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
         if isinstance(rows, Tensor):
             return free_matmul(rows, dequantize(_codes(weight)))
         return self._coded_dgrad(rows, _codes(weight))
@@ -274,45 +270,19 @@ class _NVFP4(Format):
         return in_device_order(quantized)
 
     def fprop(
-        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
     ) -> Tensor:
         assert isinstance(weight, NVFP4Weight), "this is the format of NVFP4 weights"
         return nvfp4_matmul(_values(x), weight, out_dtype)
 
-    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+    def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
         assert isinstance(weight, NVFP4Weight), "this is the format of NVFP4 weights"
         return nvfp4_dgrad(_values(rows), weight)
-
-
-class _FP8Weights(Format):
-    """The values of FP8 codes of a weight, as BF16, next to BF16 values: for comparisons."""
-
-    has_rule = True
-
-    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
-        return super().round(dequantize(FP8.round(weight, scales, None)), scales, into)
-
-
-class _FP8Activations(Format):
-    """BF16 weights that multiply the values of FP8 codes of X: for comparisons."""
-
-    @property
-    def stored(self) -> Format:
-        return BF16
-
-    def operand(self, stored: StoredWeight) -> WeightOfCodedInputs:
-        assert isinstance(stored, Tensor), "only X is coded"
-        return WeightOfCodedInputs(stored)
-
-    def fprop(
-        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
-    ) -> Tensor:
-        assert isinstance(weight, WeightOfCodedInputs), "only X is coded"
-        values = dequantize(FP8.input(_values(x), scales)).bfloat16()
-        return bf16_matmul(values, weight.values, out_dtype, pinned)
-
-    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
-        raise AssertionError("only the sampler has such a weight")
 
 
 _HALF_GROUP = 64  # values of an FP8 group, at least; INT8 rotates so many
@@ -323,9 +293,7 @@ BF16 = Format("bf16", "BF16", torch.bfloat16)
 FP8 = _FP8("fp8", "FP8", _E4M3, "e4m3", _HALF_GROUP)
 INT8 = _INT8("int8", "INT8", _INT8_DTYPE, INT8_CODES, _HALF_GROUP)
 NVFP4 = _NVFP4("nvfp4", "NVFP4", torch.uint8, multiple=FP8_BLOCK)
-FP8_WEIGHTS = _FP8Weights("fp8_weights", "FP8", torch.bfloat16, multiple=_HALF_GROUP)
-FP8_ACTIVATIONS = _FP8Activations("fp8_activations", "FP8", torch.bfloat16, multiple=_HALF_GROUP)
-_ALL = (FP32, BF16, FP8, INT8, NVFP4, FP8_WEIGHTS, FP8_ACTIVATIONS)
+_ALL = (FP32, BF16, FP8, INT8, NVFP4)
 _BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
 
 
@@ -340,13 +308,17 @@ def key_and_value_formats(kv: str) -> tuple[Format, Format]:
     return number_format(keys), number_format(values or keys)
 
 
-def format_of(weight: Operand) -> Format:
-    """Return the record of a weight's format; BF16 stands for all that are values."""
+def format_of(weight: StoredWeight) -> Format:
+    """Return the record of a weight's format; BF16 stands for all that are values.
+
+    A study's weight is a tensor that names its format.
+    """
     if isinstance(weight, QTensor):
         return INT8 if weight.codes.dtype == INT8.dtype else FP8
-    if isinstance(weight, WeightOfCodedInputs):
-        return FP8_ACTIVATIONS
-    return NVFP4 if isinstance(weight, NVFP4Weight) else BF16
+    if isinstance(weight, NVFP4Weight):
+        return NVFP4
+    named: Format = getattr(weight, "number_format", BF16)
+    return named
 
 
 @dataclass(frozen=True)
@@ -411,13 +383,13 @@ class _FP8Gradient(Gradient):
         return _widened(rows, num_tokens) if self.code == "e5m2" else rows
 
 
-def _codes(operand: Operand) -> QTensor:
+def _codes(operand: StoredWeight) -> QTensor:
     """Return an operand of a product of codes."""
     assert isinstance(operand, QTensor), f"codes multiply codes, not {type(operand)}"
     return operand
 
 
-def _values(operand: Operand) -> Tensor:
+def _values(operand: StoredWeight) -> Tensor:
     """Return an operand of a product of values."""
     assert isinstance(operand, Tensor), f"values multiply values, not {type(operand)}"
     return operand

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.formats import GEMMInput, Operand, format_of
+from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.int8 import int8_tokens
@@ -29,7 +29,7 @@ from jetrl.precision.quantize import FP8_BLOCK, QTensor, quantize
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 
-def quantize_input(x: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
+def quantize_input(x: Tensor, weight: StoredWeight, plan: PrecisionPlan) -> GEMMInput:
     """Return X [T, K] as FProp reads it: codes next to a weight in codes, else its values."""
     return format_of(weight).input(x, plan.scales)
 
@@ -49,13 +49,13 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 
-def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
+def quantize_for_dgrad(dy: Tensor, weight: StoredWeight, plan: PrecisionPlan) -> GEMMInput:
     """Return dY, bfloat16 [T, N], as DGrad reads it, for a weight that gets no gradient."""
     return plan.gradient.rows(dy, plan.scales) if format_of(weight).coded else dy
 
 
 def quantize_output_gradient(
-    dy: Tensor, weight: Operand, plan: PrecisionPlan
+    dy: Tensor, weight: StoredWeight, plan: PrecisionPlan
 ) -> tuple[GEMMInput, GEMMInput]:
     """Return dY as DGrad and as WGrad read it, of the same BF16 values; on a GPU from one pass.
 
@@ -91,7 +91,7 @@ class Linear(nn.Module):
         self.quantized, self.gradients = quantized, gradients
         self.weight, self.bias, self.adapter = quantized.master, bias, adapter
 
-    def operand(self, side: Side) -> Operand:
+    def operand(self, side: Side) -> StoredWeight:
         return self.quantized.operand(side)
 
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
@@ -119,7 +119,7 @@ class Linear(nn.Module):
 
 
 def fprop(
-    x: GEMMInput, weight: Operand, plan: PrecisionPlan, out_dtype: torch.dtype = torch.bfloat16
+    x: GEMMInput, weight: StoredWeight, plan: PrecisionPlan, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Return Y = X @ weight^T, [T, N].
 
@@ -133,7 +133,7 @@ def fprop(
 def adapted_fprop(
     x: GEMMInput,
     values: Tensor,
-    weight: Operand,
+    weight: StoredWeight,
     plan: PrecisionPlan,
     bias: Tensor | None,
     adapter: AdapterWeight,
@@ -156,7 +156,7 @@ def adapted_fprop(
     return project_up(y, u, adapter), u
 
 
-def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
+def dgrad(rows: GEMMInput, weight: StoredWeight) -> Tensor:
     """Return dX = dY @ weight, bfloat16 [T, K], of dY [T, N] in 1 x 128 groups or in BF16.
 
     A product of BF16 values has float32 sums in any order: gradients need no agreement of bits.
@@ -184,7 +184,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         master: Tensor,
-        weight: Operand,
+        weight: StoredWeight,
         plan: PrecisionPlan,
         out_dtype: torch.dtype,
         gradients: Gradients,
@@ -223,7 +223,7 @@ class _AdaptedFunction(torch.autograd.Function):
         x: Tensor,
         a: Tensor,
         b: Tensor,
-        weight: Operand,
+        weight: StoredWeight,
         plan: PrecisionPlan,
         bias: Tensor | None,
         adapter: AdapterWeight,

@@ -2,20 +2,25 @@
 
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
 never by a module's name. The sampler and the trainer get the same plan. If it gives both the same
-formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. A
-plan whose `SamplerDeviation` is not empty deviates by a known amount, for comparisons, and promises
-no equal bits. The presets are data (`jetrl.settings.presets`); a plan's name is for people.
+formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. The
+presets are data (`jetrl.settings.presets`); a plan's name is for people.
+
+Studies of known mismatches give the sampler a plan of its own: a subclass that overrides `on` and
+`before_draw`, put in the place of the settings' plan by `amended_plans`
+(benchmarks/study/deviation.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from jetrl.errors import UserError, named
 from jetrl.files import checked, problem_of, shown_value
@@ -32,7 +37,7 @@ from jetrl.precision.formats import (
     number_format,
 )
 from jetrl.settings import presets
-from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.section import NonNegative
 
 
@@ -42,59 +47,15 @@ def _schemas() -> dict[str, Any]:
     return {name: TypeAdapter(hint) for name, hint in hints.items()}
 
 
-@dataclass(frozen=True)
-class SamplerDeviation:
-    """The settings of only the sampler; by default it computes what the trainer does.
-
-    Attributes:
-        linears: The format of the sampler's linear layers; None: the plan's.
-        weights_through_bf16: Whether the sampler's FP8 codes are built from master weights
-            rounded to BF16, as if weights travel to another engine in BF16.
-        bf16_layers: The decoder layers, from 0, whose linears are BF16 on the sampler's side.
-        scales: The rule of the sampler's scales, of weights, activations, keys and values; None:
-            the plan's.
-        kv: The sampler's keys and values; None: the plan's.
-        attention_split: The keys after which the sampler's attention begins a new sum; None: the
-            sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
-            order, while the trainer's are exact.
-        lm_head: The format of the sampler's output projection; None: the plan's.
-    """
-
-    linears: presets.LinearFormat | None = None
-    weights_through_bf16: bool = False
-    bf16_layers: tuple[int, ...] = ()
-    scales: presets.ScaleRule | None = None
-    kv: presets.KVFormat | None = None
-    attention_split: int | None = None
-    lm_head: presets.Format | None = None
-    logit_noise: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are set, by name, as lists and plain values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in vars(self).items()
-            if value != getattr(SamplerDeviation, name)
-        }
-
-
-NO_DEVIATION = SamplerDeviation()
-
-
 Side = Literal["rollout", "train"]
 WGradInput = Literal["128x128", "1x128"]
 
 _SETTINGS = TypeAdapter(PrecisionSettings)
-_DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
 # A plan is stored without these fields if they have their defaults, as before there were any.
-_STORED_IF_SET = (
-    "wgrad_input",
-    "pinned_sums",
-    "sampler_deviation",
-    "base",
-    "bf16_rounding",
-    "key_smoothing",
-)
+_STORED_IF_SET = ("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing")
+# The sampler's own fields are stored in a table of this name, as before they were fields.
+_SAMPLER_FIELDS = ("weights_through_bf16", "attention_split")
+_SAMPLER_TABLE = "sampler_deviation"
 
 
 @dataclass(frozen=True)
@@ -116,10 +77,14 @@ class PrecisionPlan:
         pinned_sums: Whether every sum has one order, whatever the batch; None: if the linear
             layers of both sides multiply the same codes. Without, a GPU's library chooses the order
             of BF16 sums.
-        sampler_deviation: What the sampler computes otherwise than all of the above say.
         base: What stands for fp8 in the linears of a base that is not trained.
         bf16_rounding: How master weights of matrices become BF16 (`quantize.dithered_bf16`).
         key_smoothing: Whether INT8 keys are smoothed (`models.key_smoothing`); others are not.
+        weights_through_bf16: Whether the sampler's FP8 codes are built from master weights rounded
+            to BF16, as if weights traveled to another engine in BF16.
+        attention_split: The keys after which the sampler's attention begins a new sum; None: the
+            sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
+            order, while the trainer's are exact.
     """
 
     name: str
@@ -134,10 +99,11 @@ class PrecisionPlan:
     last_layers_bf16: NonNegative = 0
     wgrad_input: WGradInput = "128x128"
     pinned_sums: bool | None = None
-    sampler_deviation: SamplerDeviation = NO_DEVIATION
     base: presets.BaseFormat = "fp8"
     bf16_rounding: presets.BF16Rounding = "nearest"
     key_smoothing: bool = False
+    weights_through_bf16: bool = False
+    attention_split: int | None = None
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -145,19 +111,18 @@ class PrecisionPlan:
                 schema.validate_python(getattr(self, name), strict=True)
             except ValidationError as error:
                 raise UserError(problem_of(error, f"precision.{name}")) from None
-        own = self.sampler_deviation
-        alike = self.rollout_linear == self.train_linear == FP8.name and own.linears is None
-        if self.frozen_base and (own.weights_through_bf16 or not alike):
+        sampler = self.on("rollout")
+        alike = sampler.rollout_linear == self.train_linear == FP8.name
+        if self.frozen_base and (self.weights_through_bf16 or not alike):
             raise UserError(
                 "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
-                "precision.preset = unified or jet, and leave sampler_deviation's linears and "
-                "weights_through_bf16 out"
+                "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
 
         if self._trains_int8:
             given = {
                 "grad_output": self.grad_output != "e5m2",
-                "scales": self.scales == self.on("rollout").scales == presets.DEFAULT_SCALES,
+                "scales": self.scales == sampler.scales == presets.DEFAULT_SCALES,
                 "wgrad_input": self.wgrad_input == "128x128",
             }
             if wrong := [key for key, fits in given.items() if not fits]:
@@ -176,14 +141,16 @@ class PrecisionPlan:
         if name not in [*presets.PRESETS]:  # which may be no text
             what = f"precision preset {shown_value(name)}"
             raise UserError(f"{what}: use one of {', '.join(presets.PRESETS)}")
-        deviation = SamplerDeviation(**presets.PRESET_DEVIATIONS.get(name, {}))
-        return PrecisionPlan(name, **presets.PRESETS[name]._asdict(), sampler_deviation=deviation)
+        return PrecisionPlan(name, **presets.PRESETS[name]._asdict())
 
     @staticmethod
-    def from_settings(
-        settings: PrecisionSettings, deviation: SamplerDeviationSettings | None = None
-    ) -> PrecisionPlan:
-        """Return a preset's plan with the settings' options; without `deviation` its own holds."""
+    def from_settings(settings: PrecisionSettings) -> PrecisionPlan:
+        """Return a preset's plan with the settings' options (see `amended_plans`)."""
+        plan = PrecisionPlan._from_settings(settings)
+        return plan if _amend is None else _amend(plan)
+
+    @staticmethod
+    def _from_settings(settings: PrecisionSettings) -> PrecisionPlan:
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
         kv = settings.kv or plan.kv
@@ -192,9 +159,12 @@ class PrecisionPlan:
                 f"precision.key_smoothing = true is for INT8 keys, and keys are {kv} here: leave "
                 "it out, or set precision.kv=int8"
             )
-        changes = {} if deviation is None else deviation.model_dump(exclude_none=True)
-        own = dataclasses.replace(plan.sampler_deviation, **changes)
-        return plan.replace(**options, sampler_deviation=own)
+        if settings.weights_through_bf16 and not number_format(plan.rollout_linear).has_rule:
+            raise UserError(
+                "precision.weights_through_bf16 = true is for FP8 weights of the sampler: leave it "
+                "out, or use precision.preset = mixed"
+            )
+        return plan.replace(**options)
 
     def replace(self, **options: Any) -> PrecisionPlan:
         """Return a plan with some fields changed; UserError for a field that does not exist."""
@@ -227,7 +197,7 @@ class PrecisionPlan:
         if self.train_linear != BF16.name:
             return "linears"
         in_bf16 = self.on("rollout").rollout_linear == BF16.name
-        return "none" if in_bf16 or self.sampler_deviation.weights_through_bf16 else "linears"
+        return "none" if in_bf16 or self.weights_through_bf16 else "linears"
 
     @property
     def smooths_keys(self) -> bool:
@@ -243,40 +213,24 @@ class PrecisionPlan:
     def exact(self) -> bool:
         """True if sampler and trainer promise equal bits."""
         alike = self.rollout_linear == self.train_linear != FP32.name
-        return alike and self.pinned and not self._deviates
+        return alike and self.pinned and not self.sampler_only
 
     @property
-    def _deviates(self) -> bool:
-        """True if the sampler computes anything otherwise than the trainer's fields say."""
-        own = self.sampler_deviation
-        others = (own.weights_through_bf16, own.bf16_layers, own.attention_split, own.logit_noise)
-        return any(others) or self._of_sampler is not self
-
-    @property
-    def deviation(self) -> str:
-        """The fields in which the sampler deviates from the trainer, for people; "" for none."""
-        fields = self.sampler_deviation.to_dict() if self._deviates else {}
-        return ", ".join(
-            f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            for name, value in fields.items()
-        )
+    def sampler_only(self) -> dict[str, Any]:
+        """The fields, by name, by which the sampler computes otherwise than the trainer."""
+        fields = {name: getattr(self, name) for name in _SAMPLER_FIELDS}
+        return {name: value for name, value in fields.items() if value}
 
     def on(self, side: Side) -> PrecisionPlan:
-        """Return the plan as one side reads it: on the sampler's with what it has otherwise.
+        """Return the plan by which one side computes: this one, unless a study overrides it."""
+        return self
 
-        This is the one seam of `sampler_deviation`: code that reads a format or a rule of scales
-        for one side asks the plan of that side. Without a deviation it is this very plan.
+    def before_draw(self, logits: Tensor, bits: Tensor) -> Tensor:
+        """Return logits [R, V] as the sampler draws from them: unchanged, unless a study does.
+
+        `bits`, int64 [R], are the random bits of the draws. The logits may be overwritten.
         """
-        return self._of_sampler if side == "rollout" else self
-
-    @functools.cached_property
-    def _of_sampler(self) -> PrecisionPlan:
-        """Return the plan with the formats and scales that its sampler uses."""
-        own = self.sampler_deviation
-        changes: dict[str, Any] = {name: getattr(own, name) for name in ("scales", "kv", "lm_head")}
-        changes["rollout_linear"] = own.linears
-        changes = {k: v for k, v in changes.items() if v not in (None, getattr(self, k))}
-        return dataclasses.replace(self, **changes) if changes else self
+        return logits
 
     @property
     def reads_masters(self) -> bool:
@@ -311,10 +265,7 @@ class PrecisionPlan:
     def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
         """Return the format of a decoder layer's linears on one side."""
         chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
-        kept = self.keeps_bf16(layer, num_layers) or (
-            side == "rollout" and layer in self.sampler_deviation.bf16_layers
-        )
-        if kept and not number_format(chosen).reads_masters:
+        if self.keeps_bf16(layer, num_layers) and not number_format(chosen).reads_masters:
             return BF16
         return number_format(self.base if chosen == FP8.name else chosen)
 
@@ -326,28 +277,18 @@ class PrecisionPlan:
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError for a layer of `sampler_deviation` that a decoder does not have."""
-        for layer in self.sampler_deviation.bf16_layers:
-            if layer >= num_layers:
-                raise UserError(
-                    f"sampler_deviation.bf16_layers has layer {layer}, and the model has layers 0 "
-                    f"to {num_layers - 1}: leave it out"
-                )
-
     def roundings(self, formats: Mapping[Side, Format]) -> dict[Side, Rounding]:
         """Return how each side rounds a weight that it reads in a format."""
         return {side: self.rounding(side, format) for side, format in formats.items()}
 
     def rounding(self, side: Side, format: Format) -> Rounding:
         """Return how a weight is rounded for a layer that one side reads in a format."""
-        stored = format.stored
-        if stored is BF16:
+        if format is BF16:
             return Rounding(BF16, dithered=self.bf16_rounding == "dithered")
-        if not stored.has_rule:
-            return Rounding(stored)
-        through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
-        return Rounding(stored, self.on(side).scales, through_bf16)
+        if not format.has_rule:
+            return Rounding(format)
+        through_bf16 = side == "rollout" and self.weights_through_bf16
+        return Rounding(format, self.on(side).scales, through_bf16)
 
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
         """Return whether a decoder layer is one of those whose linears are never FP8."""
@@ -355,12 +296,14 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as a run directory and a checkpoint keep them."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(PrecisionPlan)}
         for name in _STORED_IF_SET:
             if fields[name] == getattr(PrecisionPlan, name):
                 del fields[name]
-        if "sampler_deviation" in fields or self.name in presets.PRESET_DEVIATIONS:
-            fields["sampler_deviation"] = self.sampler_deviation.to_dict()
+        for name in _SAMPLER_FIELDS:
+            del fields[name]
+        if self.sampler_only:
+            fields[_SAMPLER_TABLE] = self.sampler_only
         return fields
 
     @staticmethod
@@ -375,12 +318,11 @@ class PrecisionPlan:
         # If not stored, whatever the preset's is: a plan from before these fields has neither.
         fields = {"bf16_rounding": "nearest", "key_smoothing": False, **fields}
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
-        deviation = changed.pop("sampler_deviation", None)
-        plan = PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
-        if deviation is None:
-            return plan
-        own = checked(_DEVIATION_SETTINGS, deviation, f"{where}: sampler_deviation")
-        return plan.replace(sampler_deviation=SamplerDeviation(**own.model_dump(exclude_none=True)))
+        if _SAMPLER_TABLE in changed:
+            split = preset.get(_SAMPLER_TABLE, {}).get("attention_split")
+            stored = changed.pop(_SAMPLER_TABLE)
+            changed["weights_through_bf16"] = _through_bf16(stored, split, where)
+        return PrecisionPlan._from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
@@ -415,8 +357,41 @@ class PrecisionPlan:
         if self.train_linear == BF16.name or self.bf16_rounding == "dithered":
             how = "by fixed draws" if self.bf16_rounding == "dithered" else "to nearest"
             rows.append(("BF16 weights", f"rounded {how}"))
-        if self.deviation:
-            rows.append(("sampler only", self.deviation))
+        if self.sampler_only:
+            rows.append(("sampler only", words_of(self.sampler_only)))
         promise = "bit for bit equal (checked every step)"
         promise = promise if self.exact else "not promised (measured)"
         return [*rows, ("sampler and trainer log-probs", promise)]
+
+
+def words_of(fields: dict[str, Any]) -> str:
+    """Return fields of a plan in words: `attention_split = 256, bf16_layers = 0 3`."""
+    return ", ".join(
+        f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in fields.items()
+    )
+
+
+def _through_bf16(stored: Any, split: int | None, where: str) -> Any:
+    """Return `weights_through_bf16` of the stored table of the sampler's fields."""
+    known = isinstance(stored, dict) and not stored.keys() - set(_SAMPLER_FIELDS)
+    if known and stored.get("attention_split") == split:
+        return stored.get("weights_through_bf16", False)
+    raise UserError(
+        f"{where}: {_SAMPLER_TABLE}: the plan of a study, which only `jetrl study` runs "
+        "(docs/studies.md)"
+    )
+
+
+_amend: Callable[[PrecisionPlan], PrecisionPlan] | None = None
+
+
+@contextlib.contextmanager
+def amended_plans(amend: Callable[[PrecisionPlan], PrecisionPlan]) -> Iterator[None]:
+    """Let settings mean, in this process, the plan that `amend` makes of theirs: for studies."""
+    global _amend
+    before, _amend = _amend, amend
+    try:
+        yield
+    finally:
+        _amend = before

@@ -20,27 +20,18 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError, named
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.formats import (
-    FP8,
-    FP32,
-    NVFP4,
-    Format,
-    Operand,
-    Rounding,
-    StoredWeight,
-    WeightOfCodedInputs,
-)
+from jetrl.precision.formats import FP8, FP32, NVFP4, Format, Rounding, StoredWeight
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import Side
 from jetrl.precision.quantize import QTensor, dithered_bf16
 
 
-def operand_tensors(weight: Operand) -> list[Tensor]:
+def operand_tensors(weight: StoredWeight) -> list[Tensor]:
     """Return the tensors of a quantized weight: codes and scales, or the weight itself."""
     if isinstance(weight, QTensor | NVFP4Weight):
         return [weight.codes, weight.scales]
-    return [weight.values if isinstance(weight, WeightOfCodedInputs) else weight]
+    return [weight]
 
 
 class QuantizedWeight:
@@ -107,7 +98,7 @@ class QuantizedWeight:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
 
-    def operand(self, side: Side) -> Operand:
+    def operand(self, side: Side) -> StoredWeight:
         weight = self._stored[self._roundings[side]]
         return self.formats[side].operand(weight)
 

@@ -191,7 +191,6 @@ class EagerForwards:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
         policy, sampler, count = self.policy, self.buffers.sampler, len(inputs.token_ids)
-        noise = policy.plan.sampler_deviation.logit_noise
         tokens = torch.zeros_like(inputs.token_ids)
         logprobs, lse = torch.zeros(2, count, device=tokens.device)
         shape = (count, policy.config.hidden_size)
@@ -207,7 +206,7 @@ class EagerForwards:
             for part in chunks_of_draws(len(live), logits):
                 rows = live[part]
                 tokens[rows], logprobs[rows], lse[rows] = sampler.draw(
-                    logits[part], inputs.bits[rows], rows, size.filtered, noise
+                    logits[part], inputs.bits[rows], rows, size.filtered, policy.plan
                 )
         return (tokens, logprobs, lse), all_hidden
 
@@ -265,8 +264,10 @@ class GraphForwards(EagerForwards):
         read = ForwardInputs(inputs.token_ids, inputs.positions)
         hidden = self.policy.rollout_forward(read, kv)
         logits, rows = self.policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))
-        noise, draw = self.policy.plan.sampler_deviation.logit_noise, self.buffers.sampler.draw
-        return draw(logits, inputs.bits, rows, size.filtered, noise), hidden
+        drawn = self.buffers.sampler.draw(
+            logits, inputs.bits, rows, size.filtered, self.policy.plan
+        )
+        return drawn, hidden
 
     def _padded(self, size: ForwardSize) -> ForwardSize:
         limit = self.buffers.tables.shape[1] * self.cache.page_size

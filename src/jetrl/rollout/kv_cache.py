@@ -229,7 +229,7 @@ class PagedKeyValues(_OverPages):
         self.values.write(layer, self.slots, values)
         q, parts = self._queries(q, last)
         assert isinstance(parts, list), "gathered pages attend in parts"
-        out, split = torch.empty_like(q), self.plan.sampler_deviation.attention_split
+        out, split = torch.empty_like(q), self.plan.attention_split
         # Each part is one dense batch of sequences of similar length.
         for part in parts:
             part_keys = self.keys.gather(layer, part.pages, part.num_keys)
@@ -267,7 +267,7 @@ class DeviceKeyValues(_OverPages):
         format = self.plan.linear_format("rollout", layer, self.num_layers)
         watched = rope.trace is not None or rope.as_values
         as_codes, scales = format.grouped and not watched, self.plan.scales
-        split = self.plan.sampler_deviation.attention_split or kernels.SPLIT_KEYS
+        split = self.plan.attention_split or kernels.SPLIT_KEYS
         if isinstance(work, DecodeWork):
             tables, lengths, longest = work.tables, work.lengths, work.longest
             if as_codes:

@@ -70,7 +70,6 @@ class Prefill:
         """
         draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
         device = logits.device
-        noise = self.policy.plan.sampler_deviation.logit_noise
         rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
         # The position of a draw is the number of tokens before it.
@@ -87,7 +86,7 @@ class Prefill:
                 to_device(bits[part], device),
                 slice(None),
                 filters(params),
-                noise,
+                self.policy.plan,
             )
             tokens[part] = torch.where(torch.isfinite(lse), drawn, BROKEN)
         return tokens, logprobs

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.allowed_tokens import allows_all
-from jetrl.kernels.sampling import sample, with_noise
+from jetrl.kernels.sampling import sample
+from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.launched_step import to_device
 from jetrl.types import SamplingParams
 
@@ -45,14 +46,19 @@ class Sampler:
                 tensor[: len(column)] = to_device(column.numpy(), tensor.device)
 
     def draw(
-        self, logits: Tensor, bits: Tensor, rows: slice | Tensor, filtered: bool, noise: float
+        self,
+        logits: Tensor,
+        bits: Tensor,
+        rows: slice | Tensor,
+        filtered: bool,
+        plan: PrecisionPlan,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, log-probs and lse of `rows`, as `kernels.sampling.sample`.
 
         The float32 logits may be written over; `filtered`: a row uses top_p or top_k (`filters`).
         """
         return sample(
-            with_noise(logits, bits, noise),
+            plan.before_draw(logits, bits),
             bits,
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],

@@ -149,7 +149,7 @@ def check_run(
     """
     machine = machine or Machine.here(settings)
     device, free, cards = machine.device, machine.free, machine.cards
-    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    plan = PrecisionPlan.from_settings(settings.precision)
     # Cheap checks first: directory, trackers, user files.
     _check_place(settings, plan, resume, cards)
     check_trackers(settings.trackers.names)

@@ -115,7 +115,7 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
     """
     correction = algorithm.correction
     if correction == "none":
-        if plan.rollout_linear == plan.train_linear and not plan.deviation:
+        if plan.rollout_linear == plan.train_linear and not plan.sampler_only:
             return []
         return [
             f"under the plan {plan.name} sampler and trainer differ: consider "

@@ -23,7 +23,7 @@ from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
 from jetrl.settings.loading import Settings, load_config, to_toml
-from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.training import checkpoint_files as files
 
 # Settings that a replay disables or needs.
@@ -82,11 +82,10 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
         settings = settings.model_copy(
             update={
                 "precision": PrecisionSettings(preset=preset),
-                "sampler_deviation": SamplerDeviationSettings(),
                 "algorithm": settings.algorithm.model_copy(update=algorithm),
             }
         )
-        plan = PrecisionPlan.from_settings(settings.precision, None).to_dict()
+        plan = PrecisionPlan.from_settings(settings.precision).to_dict()
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")

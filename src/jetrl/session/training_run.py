@@ -25,6 +25,7 @@ from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.memory.fitting import shown
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import GIB
+from jetrl.precision.plan import words_of
 from jetrl.rollout.options import Progress
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.console import Console
@@ -227,8 +228,8 @@ class TrainingRun:
         first = world().is_first
         self.directory = open_run_directory(settings, model.plan.to_dict(), resume)
         self.directory.notes += context.notes
-        if model.plan.deviation:
-            self.directory.notes.append(f"the sampler deviates on purpose: {model.plan.deviation}")
+        if own := words_of(model.plan.sampler_only):
+            self.directory.notes.append(f"the sampler deviates on purpose: {own}")
         path = self.directory.path
         # The stack closes in reverse order: settle checkpoints, close trackers, then write the
         # report.

@@ -80,6 +80,7 @@ def load_config(
     _set_aside(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
+    _move_old_names(tree, origins)
     _check_tree(tree, Settings, (), origins)
     if isinstance(recipe, str | Path):
         tree.setdefault("run", {}).setdefault("name", path.stem)
@@ -224,6 +225,23 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
         if not isinstance(tree, dict):
             raise UserError(f"override {override!r}: {section} is not a section")
     tree[last] = value
+
+
+def _move_old_names(tree: dict[str, Any], origins: Origins) -> None:
+    """Move `sampler_deviation.weights_through_bf16`, the name of before, into [precision]."""
+    section, key = "sampler_deviation", "weights_through_bf16"
+    if not isinstance(tree.get(section), dict):
+        return
+    old = {name: value for name, value in tree.pop(section).items() if value is not None}
+    if key in old:
+        tree["precision"] = {key: old.pop(key), **tree.get("precision", {})}
+        origins[f"precision.{key}"] = origin(f"{section}.{key}", origins)
+    for name in old:
+        where = origin(f"{section}.{name}", origins)
+        raise UserError(
+            f"{where}: {section}.{name} is for studies of a known mismatch: only an arm of a study "
+            "file sets it (docs/studies.md)"
+        )
 
 
 def _annotation(key: str) -> Any:

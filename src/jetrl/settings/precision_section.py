@@ -1,17 +1,13 @@
-"""The sections `[precision]` and `[sampler_deviation]`: number formats of sampler and trainer."""
+"""The section `[precision]`: number formats of sampler and trainer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from jetrl.settings import presets
 from jetrl.settings.section import LayerCount, Section
-
-# GPU attention reads keys in blocks of 64.
-WholeBlocks = Annotated[int, Field(ge=64, lt=2**53, multiple_of=64)]
-Noise = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class PrecisionSettings(Section):
@@ -47,33 +43,12 @@ class PrecisionSettings(Section):
     """rounding of master weights to BF16; dithered: stochastic rounding, so that small updates
     are not rounded away (docs/precision.md). Default: dithered for presets bf16 and mixed, else
     nearest"""
+    weights_through_bf16: bool | None = None
+    """round master weights to BF16 before the sampler quantizes them to FP8, as if BF16 weights
+    were sent to an FP8 sampler (docs/precision.md). Default: true for preset alike, else false"""
 
     @model_validator(mode="after")
     def _fp8_beside_nvfp4(self) -> Self:
         if self.base == "nvfp4" and "preset" not in self.model_fields_set:
             object.__setattr__(self, "preset", "unified")
         return self
-
-
-class SamplerDeviationSettings(Section):
-    """The section `[sampler_deviation]`: deliberate differences of the sampler, for ablations."""
-
-    linears: Literal["fp8", "int8", "fp8_weights", "fp8_activations", "bf16"] | None = None
-    """format of the sampler's linear layers; fp8_weights: BF16 activations; fp8_activations: BF16
-    weights. Default: from the preset"""
-    weights_through_bf16: bool | None = None
-    """round master weights to BF16 before the sampler quantizes them to FP8. Default: from the
-    preset"""
-    bf16_layers: tuple[LayerCount, ...] | None = None
-    """decoder layer indices (from 0) whose linear layers run in BF16 in the sampler only"""
-    scales: Literal["fp32", "pow2"] | None = None
-    """format of the sampler's FP8 and INT8 scales. Default: as in the trainer"""
-    kv: presets.KVSetting | None = None
-    """format of the sampler's KV cache. Default: as in the trainer"""
-    attention_split: WholeBlocks | None = None
-    """keys per partial sum in the sampler's attention, a multiple of 64. Default: from the preset,
-    else as in the trainer"""
-    lm_head: Literal["bf16", "fp8"] | None = None
-    """format of the sampler's output projection. Default: as in the trainer"""
-    logit_noise: Noise | None = None
-    """std of Gaussian noise on the sampler's logits, before the temperature. Default: 0"""

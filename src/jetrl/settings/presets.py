@@ -6,13 +6,10 @@ To add a preset, add a line to `PRESETS`. This module imports neither pydantic n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
-# Formats of a linear layer. Ablations combine FP8 weights with BF16 activations and vice versa;
-# NVFP4 is for frozen base weights.
-LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
+LinearFormat = Literal[Format, "nvfp4"]  # of a linear layer; NVFP4 is for frozen base weights
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
@@ -34,24 +31,24 @@ class PresetFormats(NamedTuple):
     grad_output: GradFormat = "e4m3"
     bf16_rounding: BF16Rounding = "nearest"
     key_smoothing: bool = False
+    weights_through_bf16: bool = False
+    attention_split: int | None = None
 
 
+# `alike` imitates two engines: weights reach the sampler in BF16, and its attention sums differ.
 PRESETS = {
     "fp32": PresetFormats("fp32", "fp32", "fp32", "fp32", "fp32"),
     "bf16": PresetFormats("bf16", "bf16", "bf16", "bf16", "bf16", bf16_rounding="dithered"),
     "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16", bf16_rounding="dithered"),
-    "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
+    "alike": PresetFormats(
+        "fp8", "fp8", "bf16", "bf16", "bf16", weights_through_bf16=True, attention_split=256
+    ),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16", key_smoothing=True),
     "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", key_smoothing=True),
 }
 DEFAULT_PRESET = "int8"
 BF16_PRESET = "bf16"
-
-# Ways in which a preset's sampler differs from its trainer, as keys of `[sampler_deviation]`.
-PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
-    "alike": {"weights_through_bf16": True, "attention_split": 256}
-}
 
 if TYPE_CHECKING:
     Preset = str

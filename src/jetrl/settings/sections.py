@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.messages import explain
-from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.presets import PRESETS, codes_alike
 from jetrl.settings.section import (
     COMMAS,
@@ -406,7 +406,6 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     adapter: model_sections.AdapterSettings = model_sections.AdapterSettings()
     precision: PrecisionSettings = PrecisionSettings()
-    sampler_deviation: SamplerDeviationSettings = SamplerDeviationSettings()
     task: TaskSettings = TaskSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
