@@ -19,16 +19,16 @@ from benchmarks.operations import Operation
 from benchmarks.shapes import linear_shapes
 from torch import Tensor
 
-from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
-from jetrl.precision.hopper.quantize import (
+from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton.add import add_products
+from jetrl.precision.triton.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_squares,
     quantize_weight,
     turned_weight,
 )
-from jetrl.precision.quantize import QTensor
 
 DECODE_ROWS = (8, 64, 256)
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB

@@ -45,7 +45,7 @@ from benchmarks.parity import plan_words, plans_of
 from benchmarks.step import add_arguments, choices_of, limit_of
 
 import jetrl.training.trainer as trainer_module
-from jetrl.kernels import logprob_hopper
+from jetrl.kernels import logprob_triton
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.types import Sample
@@ -113,7 +113,7 @@ def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
 
 def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     """Return the milliseconds of an update's stages."""
-    head = logprob_hopper._HeadLogprobs
+    head = logprob_triton._HeadLogprobs
     optimizer = flow.trainer.optimizer
     functions = [
         (trainer_module, "batch_logprobs", "forward", False),

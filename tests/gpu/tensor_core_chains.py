@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jetrl.precision.hopper.gluon_names import barrier
+from jetrl.precision.triton.gluon_names import barrier
 
 
 @gluon.jit

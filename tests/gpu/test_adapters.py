@@ -19,7 +19,7 @@ from small_models import FAMILIES
 from tests.training.shared import count_different
 
 from jetrl import RolloutEngine, SamplingParams
-from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_backward_values_, swiglu_forward
+from jetrl.kernels.swiglu_triton import swiglu_backward, swiglu_backward_values_, swiglu_forward
 from jetrl.precision.adapter import add_adapter, project_down, project_up
 from jetrl.precision.hopper.adapter import (
     project_down_quantize,
@@ -29,7 +29,7 @@ from jetrl.precision.hopper.adapter import (
 )
 from jetrl.precision.hopper.adapter_linear import adapted_matmul, form_for, quantized_adapted_matmul
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
-from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
+from jetrl.precision.triton.quantize import quantize_rows, quantize_weight
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
 from jetrl.training.sft import SftTrainer

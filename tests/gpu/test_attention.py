@@ -209,7 +209,7 @@ def test_quantized_outputs_are_the_quantizers(
     gpu, heads: int, groups: int, head_dim: int, kv: str, scales: str
 ) -> None:
     """Decode has one split or several and an empty context; prefill odd chunks; both a NaN."""
-    from jetrl.precision.hopper.quantize import quantize_rows
+    from jetrl.precision.triton.quantize import quantize_rows
 
     def compare(o: torch.Tensor, rows) -> None:
         expected = quantize_rows(o.flatten(1), scales=scales)
@@ -308,7 +308,7 @@ def test_padding_rows_are_zero_and_too_long_contexts_are_nan(gpu) -> None:
 @pytest.mark.parametrize("kv", ALL_FORMATS)
 def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
     """In a graph, decode asks for older pages before the kernel in front has ended."""
-    rotary = pytest.importorskip("jetrl.kernels.rotary_hopper")
+    rotary = pytest.importorskip("jetrl.kernels.rotary_triton")
     contexts = [1, 2, 63, 64, 65, 66, 127, 128, 129, 192, 193, 700, 1024, 1025, 1089, 1200] * 8
     b = batch(gpu, contexts, 8, 2, 128, kv)
     tables, lengths = padded(b.tables), ints(contexts)

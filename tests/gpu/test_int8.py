@@ -9,12 +9,13 @@ import torch
 from linears import assert_same
 
 from jetrl.kernels.norm import rms_norm
-from jetrl.kernels.norm_hopper import rms_norm_quantize
-from jetrl.kernels.swiglu_hopper import swiglu_forward, swiglu_quantize, swiglu_quantize_with_values
-from jetrl.precision.hopper import int8, int8_rows
+from jetrl.kernels.norm_triton import rms_norm_quantize
+from jetrl.kernels.swiglu_triton import swiglu_forward, swiglu_quantize, swiglu_quantize_with_values
+from jetrl.precision.hopper import int8_rows
 from jetrl.precision.int8 import int8_matmul, int8_squares_turned, int8_tokens, int8_turned
 from jetrl.precision.int8 import int8_rows as rows_of
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton import int8
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +71,7 @@ def test_squares_of_an_fp8_backward_have_the_references_bits(n: int, k: int) -> 
 def test_products_have_the_references_bits(m: int, n: int, k: int) -> None:
     a, b = rows_of(normal(m, k).cpu()), rows_of(normal(n, k, seed=1).cpu())
     for dtype in (torch.bfloat16, torch.float32):
-        made = int8.int8_matmul(there(a), there(b), dtype)
+        made = int8_rows.int8_matmul(there(a), there(b), dtype)
         assert torch.equal(made.cpu(), int8_matmul(a, b, dtype))
 
 

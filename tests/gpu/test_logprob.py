@@ -12,7 +12,7 @@ from jetrl.precision.gradients import Gradients
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = "jetrl.kernels.logprob_hopper"
+KERNELS = "jetrl.kernels.logprob_triton"
 VOCABULARY = [1000, 4096, 151936]
 
 

@@ -11,7 +11,7 @@ from jetrl.precision.quantize import quantize
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = "jetrl.kernels.norm_hopper"
+KERNELS = "jetrl.kernels.norm_triton"
 EPS = 1e-6
 
 

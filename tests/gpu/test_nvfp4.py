@@ -30,7 +30,6 @@ from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import adapter as kernels
 from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
-from jetrl.precision.hopper.gemm import pinned_bf16_reductions
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,
@@ -45,6 +44,7 @@ from jetrl.precision.nvfp4 import (
     widened,
 )
 from jetrl.precision.nvfp4_products import nvfp4_matmul
+from jetrl.precision.triton.bf16 import pinned_bf16_reductions
 from jetrl.session.parity import check_policy, failures, measure, random_prompts
 from jetrl.settings.sections import Settings
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from linears import LINEARS, random, weight
 
-from jetrl.kernels.norm_hopper import rms_norm_forward
-from jetrl.kernels.swiglu_hopper import swiglu_forward
+from jetrl.kernels.norm_triton import rms_norm_forward
+from jetrl.kernels.swiglu_triton import swiglu_forward
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.hopper.adapter_linear import adapted_matmul, nvfp4_adapted_matmul
-from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
 from jetrl.precision.nvfp4 import OrderedNVFP4, hopper_order, quantize_nvfp4
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton.quantize import quantize_rows, quantize_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 

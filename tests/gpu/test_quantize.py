@@ -10,7 +10,7 @@ from jetrl.precision.quantize import QTensor, dithered_bf16, quantize
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = "jetrl.precision.hopper.quantize"
+KERNELS = "jetrl.precision.triton.quantize"
 TOKENS = [1, 63, 129, 1000]
 
 

@@ -31,7 +31,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_products_are_added_one_after_the_other(count: int, dtype: torch.dtype) -> None:
-    from jetrl.precision.hopper.add import add_products
+    from jetrl.precision.triton.add import add_products
 
     g = torch.Generator("cuda").manual_seed(0)
     products = torch.randn(count, 300, 640, generator=g, device="cuda").to(dtype)

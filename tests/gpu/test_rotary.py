@@ -15,7 +15,7 @@ from jetrl.precision.quantize import hadamard
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = "jetrl.kernels.rotary_hopper"
+KERNELS = "jetrl.kernels.rotary_triton"
 EPS = 1e-6
 HEADS = [(32, 8, 128), (14, 2, 64), (5, 1, 128)]
 

@@ -11,7 +11,7 @@ from jetrl.precision.quantize import quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
-KERNELS = "jetrl.kernels.swiglu_hopper"
+KERNELS = "jetrl.kernels.hopper"
 
 
 def gate_up(tokens: int, width: int) -> torch.Tensor:

@@ -365,7 +365,7 @@ def small_operations() -> None:
     from jetrl.kernels.norm import block_squares, rms_norm
     from jetrl.kernels.swiglu import swiglu
     from jetrl.precision import quantize
-    from jetrl.precision.hopper.quantize import dithered_bf16, quantize_weight
+    from jetrl.precision.triton.quantize import dithered_bf16, quantize_weight
 
     master = empty(512, 512, dtype=torch.float32)
     states = [empty(512, 512, dtype=kind) for kind in (torch.uint8, torch.int16)]
@@ -387,10 +387,11 @@ def small_operations() -> None:
 
 def integers() -> None:
     """Compile the operations of the `int8` plan, at odd and at wide shapes."""
-    from jetrl.kernels.norm_hopper import rms_norm_quantize
-    from jetrl.kernels.swiglu_hopper import swiglu_quantize
-    from jetrl.precision.hopper import int8
+    from jetrl.kernels.norm_triton import rms_norm_quantize
+    from jetrl.kernels.swiglu_triton import swiglu_quantize
+    from jetrl.precision.hopper.int8_rows import int8_matmul
     from jetrl.precision.quantize import empty_int8_rows
+    from jetrl.precision.triton import int8
 
     rms_norm_quantize(empty(5, 576), empty(576), 1e-6, scales=None)
     swiglu_quantize(empty(300, 2 * 12288), None)
@@ -400,7 +401,7 @@ def integers() -> None:
         int8.int8_tokens(empty(tokens, 960))
     weight = empty_int8_rows(24576, 4096, META)
     for rows in (5, 100, 200, 1000):
-        int8.int8_matmul(empty_int8_rows(rows, 4096, META), weight)
+        int8_matmul(empty_int8_rows(rows, 4096, META), weight)
     int8.int8_turned(weight)
     int8.int8_squares_turned(weight)
 
@@ -439,8 +440,8 @@ def adapter_of(rank: int, n: int, k: int) -> Any:
 def adapters() -> None:
     """Compile the products of adapters of other ranks and shapes than those of a whole model."""
     from jetrl.precision.hopper.adapter_linear import adapted_matmul, quantized_adapted_matmul
-    from jetrl.precision.hopper.layout import empty_weight
-    from jetrl.precision.hopper.quantize import quantize_rows
+    from jetrl.precision.triton.layout import empty_weight
+    from jetrl.precision.triton.quantize import quantize_rows
 
     for rank, rows, n, k in ((48, 33, 1152, 896), (64, 8, 24576, 4096), (100, 200, 768, 1152)):
         weight, x = adapter_of(rank, n, k), empty(rows, k)
@@ -464,7 +465,6 @@ def adapters_on_nvfp4() -> None:
 def nvfp4_shared_memory() -> None:
     """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
     from jetrl.precision.hopper.adapter import AdapterOperands
-    from jetrl.precision.hopper.launch import TRITONS_OWN
     from jetrl.precision.hopper.nvfp4_rows import (
         nvfp4_rows_kernel,
         nvfp4_rows_matmul,
@@ -473,6 +473,7 @@ def nvfp4_shared_memory() -> None:
         tiles_for,
     )
     from jetrl.precision.nvfp4 import parts_of
+    from jetrl.precision.triton.launch import TRITONS_OWN
 
     for rank, rows, n, k in (
         (0, 8, 5120, 25600), (64, 16, 4096, 12288), (0, 64, 24576, 4096), (32, 128, 6144, 4096),
@@ -491,20 +492,20 @@ def nvfp4_shared_memory() -> None:
 
 def lanes_of_rows() -> None:
     """Compare the layouts in which trainer and sampler sum over the lanes of a row of logits."""
-    from jetrl.kernels import logprob_hopper, sampling_hopper
+    from jetrl.kernels import logprob_triton, sampling_triton
     from jetrl.kernels.sampling import sample
 
     kernels = (
-        logprob_hopper._forward_kernel,
-        sampling_hopper._sample_lanes_kernel,
-        sampling_hopper._sample_draw_kernel,
+        logprob_triton._forward_kernel,
+        sampling_triton._sample_lanes_kernel,
+        sampling_triton._sample_draw_kernel,
     )
     for vocabulary in (4096, 1000):  # Triton is told that the first is a multiple of 16
         logits = empty(8, vocabulary, dtype=torch.float32)
         some, whole = logits[:, 0], torch.zeros(8, dtype=torch.int64, device=META)
         for kernel in kernels:
             kernel.device_caches.clear()  # what another piece compiled is compiled again
-        logprob_hopper.chosen_logprobs(logits, whole, 0.7)
+        logprob_triton.chosen_logprobs(logits, whole, 0.7)
         sample(logits, whole, some.contiguous(), some.contiguous(), whole, False)
         ours, lanes, drawn = (
             layouts[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"] for kernel in kernels

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from jetrl.kernels import decode, decode_hopper, decode_state, draft
+from jetrl.kernels import decode, decode_state, decode_triton, draft
 from jetrl.kernels.decode_state import LAG, MAX_DRAFT, ORDERS, QUALITY_ONE, DecodeState, DraftText
 
 CPU = torch.device("cpu")
@@ -73,13 +73,13 @@ def differences(case: tuple[int, int, int], device: torch.device) -> tuple[list[
 
     for longest_only in (True, False):
         expected = draft.propose(text, state, rows, longest_only)
-        drafts = decode_hopper.propose(their_text, ours, their_rows, longest_only)
+        drafts = decode_triton.propose(their_text, ours, their_rows, longest_only)
         used = torch.arange(MAX_DRAFT) < expected.counts[:, None]
         expected = dataclasses.replace(expected, tokens=expected.tokens.int())
         expected.tokens[~used] = drafts.tokens.cpu()[~used]  # What lies past an end is not used.
         compare(expected, drafts)
     inputs = decode.verify_inputs(state, text, expected, rows, 64, width, size)
-    theirs = decode_hopper.verify_inputs(ours, their_text, drafts, their_rows, 64, width, size)
+    theirs = decode_triton.verify_inputs(ours, their_text, drafts, their_rows, 64, width, size)
     inputs.first[inputs.queries == 0] = theirs.first.cpu()[inputs.queries == 0]  # Of no row.
     compare(inputs, theirs)
     # Draws that are often what the draft says, and some without a finite softmax.
@@ -95,7 +95,7 @@ def differences(case: tuple[int, int, int], device: torch.device) -> tuple[list[
     draws = (tokens, logprobs, lse)
     decode.take_verified(state, text, expected, inputs, rows, *draws, out, width)
     draws = (x.to(device) for x in draws)
-    decode_hopper.take_verified(
+    decode_triton.take_verified(
         ours, their_text, drafts, theirs, their_rows, *draws, their_out, width
     )
     for one, other in ((state, ours), (text, their_text), (out, their_out)):
@@ -132,7 +132,7 @@ def overruns(device: torch.device) -> list[str]:
         drafts = draft.propose(text, state, rows)
         with mock.patch.object(torch, "empty", empty):
             sizes = (rows, 64, width, size)
-            inputs = decode_hopper.verify_inputs(state, text, drafts, *sizes)
+            inputs = decode_triton.verify_inputs(state, text, drafts, *sizes)
         for field in dataclasses.fields(inputs):
             ours, theirs = getattr(inputs, field.name).cpu(), getattr(expected, field.name)
             beyond = field.name == "queries" and bool(ours[size:].any())
@@ -145,7 +145,7 @@ def overruns(device: torch.device) -> list[str]:
         ]
         out = decode_state.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
         drawn = torch.zeros(size, device=device)
-        decode_hopper.take_verified(
+        decode_triton.take_verified(
             state, text, drafts, inputs, rows, drawn.long(), drawn, drawn, out, width
         )
         found += [f"{case} a line of {line.dtype}" for line in lines if (line != CANARY).any()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.precision.hopper.layout import (
+from jetrl.precision.triton.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,

@@ -13,8 +13,8 @@ from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 from jetrl.precision.hopper.adapter import MOST_RANKS
-from jetrl.precision.hopper.launch import SHARED_MEMORY, TRITONS_OWN, fitting_stages, program_bytes
 from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
+from jetrl.precision.triton.launch import SHARED_MEMORY, TRITONS_OWN, fitting_stages, program_bytes
 
 
 # NVFP4 refuses the widths of the shape that is left out.

@@ -50,8 +50,9 @@ ALLOWED: dict[str, set[str]] = {
 KERNELS_MAY_IMPORT = tuple(
     f"jetrl.precision.{name}."
     for name in ["backend", "formats", "gemm", "quantize", "exact", "gradients"]
-) + tuple(f"jetrl.precision.{backend.name}." for backend in BACKENDS)
+) + tuple(f"jetrl.precision.{name}." for name in ["triton", *(b.name for b in BACKENDS)])
 BACKEND = f"({'|'.join(backend.name for backend in BACKENDS)})"
+KERNELS = f"(triton|{BACKEND})"
 
 # What a function may import where it runs: an optional package, and a module that needs one, such
 # as a backend's tables, which need triton.
@@ -105,6 +106,8 @@ def offences(path: Path, text: str | None = None) -> list[str]:
         if part == "kernels" and target == "precision":
             wrong = not f"{name}.".startswith(KERNELS_MAY_IMPORT)
         if part not in ("kernels", "precision"):  # which kernels run is for the tables to say
+            wrong |= re.search(rf"[._]{KERNELS}\b", name) is not None
+        if re.search(r"_triton$|\.triton\.", module_of(path)):  # for any GPU
             wrong |= re.search(rf"[._]{BACKEND}\b", name) is not None
         if wrong:
             found.append(f"{path.relative_to(SOURCE.parent)}:{line}: {part} must not import {name}")
@@ -125,8 +128,10 @@ def test_imports_go_down_the_layers() -> None:
         ("runs/x.py", "def f():\n    from jetrl import training"),
         ("models/x.py", "from jetrl.memory.plan import MemoryPlan"),
         ("kernels/x.py", "from jetrl.precision.plan import PrecisionPlan"),
-        ("models/x.py", "from jetrl.kernels.norm_hopper import rms_norm_forward"),
+        ("models/x.py", "from jetrl.kernels.norm_triton import rms_norm_forward"),
         ("precision/x.py", "from jetrl.kernels.norm import rms_norm"),
+        ("precision/triton/x.py", "from jetrl.precision.hopper.gemm import fp8_matmul_hopper"),
+        ("kernels/x_triton.py", "from jetrl.kernels.swiglu_hopper import swiglu"),
         ("settings/x.py", "from jetrl.types import Prompt"),
         ("memory/x.py", "from jetrl.rollout.sizes import RolloutSizes"),
         ("loop.py", "from jetrl.cli.main import main"),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jetrl.kernels.adamw_hopper import adamw_
+from jetrl.kernels.adamw_triton import adamw_
 from jetrl.kernels.attention.backward import attention_backward
 
 # fmt: off
@@ -12,17 +12,18 @@ from jetrl.kernels.attention.hopper import (
     SPLIT_KEYS, attend_batch, attend_decode, attend_decode_quantized, attend_equal_lengths,
     attend_equal_lengths_backward, attend_prefill, attend_prefill_quantized,
 )
-from jetrl.kernels.decode_hopper import (
+from jetrl.kernels.decode_triton import (
     next_inputs, propose, take_draws, take_verified, verify_inputs,
 )
-from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
-from jetrl.kernels.norm_hopper import (
+from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
+from jetrl.kernels.norm_triton import (
     block_squares, rms_norm, rms_norm_backward, rms_norm_forward, rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.sampling_hopper import sample
-from jetrl.kernels.swiglu_hopper import (
-    swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_backward_values_, swiglu_forward,
-    swiglu_quantize, swiglu_quantize_with_values,
+from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.sampling_triton import sample
+from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize
+from jetrl.kernels.swiglu_triton import (
+    swiglu, swiglu_backward, swiglu_backward_values_, swiglu_forward, swiglu_quantize,
+    swiglu_quantize_with_values,
 )

@@ -1,6 +1,6 @@
 """Bytes of activations, and of gradients in flight, during an update.
 
-Counted from the tensors of models/layer_fused and kernels/logprob_hopper, and compared with a GPU
+Counted from the tensors of models/layer_fused and kernels/logprob_triton, and compared with a GPU
 by tests/gpu/test_memory.py.
 
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On

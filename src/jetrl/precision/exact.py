@@ -66,7 +66,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """Return the sum of x**2 along the last dimension, float64 [..., 1], added without rounding.
 
     x is put on the grid of `exact_matmul` first; bfloat16 on one of at most 19 bits, whose integers
-    a GPU adds (`kernels.norm_hopper`).
+    a GPU adds (`kernels.norm_triton`).
     """
     bits = _factor_bits(x.shape[-1])
     if x.dtype == torch.bfloat16:

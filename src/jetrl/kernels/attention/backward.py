@@ -34,8 +34,8 @@ from jetrl.kernels.attention.backward_lists import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
-from jetrl.kernels.exponential_hopper import LOG2_E
-from jetrl.precision.hopper.layout import cdiv, round_up
+from jetrl.kernels.exponential_triton import LOG2_E
+from jetrl.precision.triton.layout import cdiv, round_up
 
 _ROWS = 16  # keys of a program that adds parts: 16 KB of each part with 128 channels
 _STEP = 64  # rows of the inner loops

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jetrl.kernels.attention.core import softmax_block, value_weights
-from jetrl.precision.hopper import gluon_names
+from jetrl.precision.triton import gluon_names
 
 ROWS = gl.constexpr(64)  # queries of a warpgroup: what one wgmma takes
 

@@ -37,11 +37,11 @@ from jetrl.kernels.attention.pages import (
     load_queries,
     store_split,
 )
-from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
-from jetrl.precision.hopper.layout import empty_row_groups
-from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.precision.triton import gluon_names, tile
+from jetrl.precision.triton.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
+from jetrl.precision.triton.layout import empty_row_groups
+from jetrl.precision.triton.quantize import quantize_rows
 from jetrl.settings.presets import DEFAULT_SCALES
 
 

@@ -55,12 +55,12 @@ from jetrl.kernels.attention.layout import (
     QueryTiles,
     check_queries,
 )
-from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper import tile as tile_rules
-from jetrl.precision.hopper.launch import multiprocessors
-from jetrl.precision.hopper.layout import empty_row_groups
-from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.precision.triton import gluon_names
+from jetrl.precision.triton import tile as tile_rules
+from jetrl.precision.triton.launch import multiprocessors
+from jetrl.precision.triton.layout import empty_row_groups
+from jetrl.precision.triton.quantize import quantize_rows
 from jetrl.settings.presets import DEFAULT_SCALES
 
 

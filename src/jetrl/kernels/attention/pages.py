@@ -24,7 +24,7 @@ from jetrl.kernels.attention.core import (
     softmax_block,
     widen_codes,
 )
-from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.triton import gluon_names, tile
 
 
 @gluon.jit

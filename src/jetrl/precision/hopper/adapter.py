@@ -30,16 +30,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.launch import (
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.triton import gluon_names, tile
+from jetrl.precision.triton.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
     let_next_start,
     overlapped,
     wait_for_previous,
 )
-from jetrl.precision.hopper.layout import cdiv, empty_row_groups, is_ragged
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.triton.layout import cdiv, empty_row_groups, is_ragged
 from jetrl.settings.presets import DEFAULT_SCALES
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)

@@ -25,9 +25,9 @@ from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
 from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
-from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.nvfp4 import OrderedNVFP4
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton.quantize import quantize_rows
 
 if TYPE_CHECKING:
     from jetrl.precision.adapter_weight import AdapterWeight

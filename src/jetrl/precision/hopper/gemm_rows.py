@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.adapter import (
     AdapterOperands,
     down_program_bytes,
@@ -42,7 +41,9 @@ from jetrl.precision.hopper.adapter import (
     wait_for_rows,
     with_adapter,
 )
-from jetrl.precision.hopper.launch import (
+from jetrl.precision.quantize import FP8_BLOCK, QTensor
+from jetrl.precision.triton import gluon_names
+from jetrl.precision.triton.launch import (
     BARRIER,
     MULTIPROCESSORS,
     fitting_stages,
@@ -51,8 +52,7 @@ from jetrl.precision.hopper.launch import (
     overlapped,
     room_beside,
 )
-from jetrl.precision.hopper.layout import cdiv
-from jetrl.precision.quantize import FP8_BLOCK, QTensor
+from jetrl.precision.triton.layout import cdiv
 
 
 @dataclass(frozen=True)

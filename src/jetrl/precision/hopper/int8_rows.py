@@ -11,7 +11,7 @@ they have been read. The tensor cores drain at each barrier, hence groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,15 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.launch import (
+from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton import gluon_names
+from jetrl.precision.triton.int8 import tiles_matmul
+from jetrl.precision.triton.launch import (
     MULTIPROCESSORS,
     gluon_let_next_start,
     gluon_wait_for_previous,
     overlapped,
 )
-from jetrl.precision.hopper.layout import MIN_ROWS, cdiv, first_rows, round_up
-from jetrl.precision.quantize import QTensor, empty_int8_rows
+from jetrl.precision.triton.layout import FEW_ROWS, cdiv
 
 BLOCK_K = 128
 
@@ -48,9 +49,6 @@ class Tiles:
     group: int
 
 
-MOST_ROWS = 256
-
-
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows; no bit depends on it."""
     per_sm = cdiv(n, MULTIPROCESSORS)
@@ -60,13 +58,6 @@ def tiles_for(rows: int, n: int) -> Tiles:
     if rows <= 128:
         return (Tiles(64, 1, 64, 4, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 64, 5, 1))[size]
     return (Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 3, 2), Tiles(256, 3, 64, 4, 1))[size]
-
-
-def empty_operand(rows: int, k: int, device: torch.device) -> QTensor:
-    """Return uninitialized INT8 rows; few have storage for whole boxes, which copy faster."""
-    boxes = round_up(rows, MIN_ROWS if rows <= MIN_ROWS else 2 * MIN_ROWS)
-    q = empty_int8_rows(boxes if rows <= MOST_ROWS else rows, k, device)
-    return replace(q, codes=first_rows(q.codes, rows), scales=first_rows(q.scales, rows))
 
 
 @gluon.jit
@@ -210,3 +201,9 @@ def rows_matmul(
         enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return out
+
+
+def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`precision.int8.int8_matmul`; sums of integers have the same bits from both kernels."""
+    matmul = rows_matmul if a.shape[0] <= FEW_ROWS else tiles_matmul
+    return matmul(a, b, out_dtype)

@@ -18,16 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.precision.hopper.gemm import pinned_bf16_reductions
-from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
-from jetrl.precision.hopper.nvfp4_unpack import (
-    CODE_WORDS,
-    SCALE_WORDS,
-    step_scales,
-    step_words,
-    unpack_step,
-)
 from jetrl.precision.nvfp4 import (
     BLOCK,
     FEW_ROWS,
@@ -37,6 +28,15 @@ from jetrl.precision.nvfp4 import (
     OrderedNVFP4,
     RowFactors,
     parts_of,
+)
+from jetrl.precision.triton.bf16 import pinned_bf16_reductions
+from jetrl.precision.triton.layout import cdiv
+from jetrl.precision.triton.nvfp4_unpack import (
+    CODE_WORDS,
+    SCALE_WORDS,
+    step_scales,
+    step_words,
+    unpack_step,
 )
 
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

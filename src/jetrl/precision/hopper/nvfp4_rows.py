@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.adapter import (
     DOWN_PROGRAM_REGISTERS,
     AdapterOperands,
@@ -43,7 +42,9 @@ from jetrl.precision.hopper.adapter import (
     load_beside,
     wait_for_rows,
 )
-from jetrl.precision.hopper.launch import (
+from jetrl.precision.nvfp4 import BLOCK, UNIT, OrderedNVFP4, RowFactors, parts_of
+from jetrl.precision.triton import gluon_names
+from jetrl.precision.triton.launch import (
     BARRIER,
     MULTIPROCESSORS,
     SHARED_MEMORY,
@@ -53,15 +54,14 @@ from jetrl.precision.hopper.launch import (
     program_bytes,
     room_beside,
 )
-from jetrl.precision.hopper.layout import cdiv
-from jetrl.precision.hopper.nvfp4_unpack import (
+from jetrl.precision.triton.layout import cdiv
+from jetrl.precision.triton.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_LINE,
     step_scales,
     step_words,
     unpack_step,
 )
-from jetrl.precision.nvfp4 import BLOCK, UNIT, OrderedNVFP4, RowFactors, parts_of
 
 MOST_ROWS = 128  # of a program
 _REGISTERS = 65536  # of an SM

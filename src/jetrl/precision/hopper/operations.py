@@ -11,21 +11,16 @@ from jetrl.precision.hopper.adapter_linear import (
     nvfp4_adapted_matmul,
     quantized_adapted_matmul,
 )
-from jetrl.precision.hopper.add import add_products
-from jetrl.precision.hopper.gemm import bf16_matmul_free
-from jetrl.precision.hopper.gemm import bf16_matmul_hopper as bf16_matmul
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper as fp8_matmul
-from jetrl.precision.hopper.int8 import (
-    int8_matmul,
-    int8_rows,
-    int8_squares_turned,
-    int8_tokens,
-    int8_turned,
-)
-from jetrl.precision.hopper.layout import empty_weight
+from jetrl.precision.hopper.int8_rows import int8_matmul
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper as nvfp4_dgrad
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper as nvfp4_matmul
-from jetrl.precision.hopper.quantize import (
+from jetrl.precision.nvfp4 import hopper_order as nvfp4_order
+from jetrl.precision.triton.add import add_products
+from jetrl.precision.triton.bf16 import bf16_matmul, bf16_matmul_free
+from jetrl.precision.triton.int8 import int8_rows, int8_squares_turned, int8_tokens, int8_turned
+from jetrl.precision.triton.layout import empty_weight
+from jetrl.precision.triton.quantize import (
     dithered_bf16,
     quantize_rows,
     quantize_rows_and_tokens,
@@ -33,4 +28,3 @@ from jetrl.precision.hopper.quantize import (
     quantize_weight,
     turned_weight,
 )
-from jetrl.precision.nvfp4 import hopper_order as nvfp4_order

@@ -22,15 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int64
 
-from jetrl.kernels.exponential_hopper import LOG2_E
-from jetrl.kernels.logprob_hopper import (
+from jetrl.kernels.exponential_triton import LOG2_E
+from jetrl.kernels.logprob_triton import (
     BLOCK,
     NUM_WARPS,
     lane_statistics,
     scaled_logits,
     statistics_of_lanes,
 )
-from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
+from jetrl.precision.triton.launch import let_next_start, overlapped, wait_for_previous
 
 WEIGHT_ONE = tl.constexpr(2.0**40)  # the weight of the most probable token
 _LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps

@@ -18,15 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.int8_rows import MOST_ROWS, empty_operand, rows_matmul
-from jetrl.precision.hopper.launch import (
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-    multiprocessors,
-    overlapped,
-)
-from jetrl.precision.hopper.layout import cdiv, empty_weight, is_ragged
 from jetrl.precision.quantize import (
     AMAX_FLOOR,
     FORMATS,
@@ -36,6 +27,14 @@ from jetrl.precision.quantize import (
     QTensor,
     empty_int8_rows,
 )
+from jetrl.precision.triton import gluon_names, tile
+from jetrl.precision.triton.launch import (
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    multiprocessors,
+    overlapped,
+)
+from jetrl.precision.triton.layout import cdiv, empty_int8_operand, empty_weight, is_ragged
 
 _TOP = gl.constexpr(FORMATS[INT8_CODES][1])
 _PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
@@ -282,7 +281,7 @@ def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     """`precision.int8.int8_rows` of bfloat16 or float32 [M, K], rows contiguous."""
     rows, k = x.shape
     assert (x.stride(1), k % ROTATION) == (1, 0), f"{x.shape}, strides {x.stride()}"
-    q = empty_operand(rows, k, x.device) if out is None else out
+    q = empty_int8_operand(rows, k, x.device) if out is None else out
     if rows:
         _rows_kernel[(rows,)](
             x, q.codes, q.scales, x.stride(0), k, AMAX_FLOOR, num_warps=row_warps(k), **_OPTIONS,
@@ -350,11 +349,9 @@ def _product_kernel(
             out.store([m, n + half * HALF], y.to(out.dtype))
 
 
-def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`precision.int8.int8_matmul`."""
+def tiles_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`precision.int8.int8_matmul`, by tiles of 128 rows."""
     (rows, k), columns = a.shape, b.shape[0]
-    if rows <= MOST_ROWS:
-        return rows_matmul(a, b, out_dtype)
     # Results in float32 leave room for half of the columns.
     height, width = 128, 256 if out_dtype == torch.bfloat16 else 128
     programs = multiprocessors(a.codes.device)

@@ -23,25 +23,30 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.int8 import part_layout, rotated_part, row_warps, store_row
-from jetrl.precision.hopper.int8_rows import empty_operand
-from jetrl.precision.hopper.launch import (
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.precision.triton import tile
+from jetrl.precision.triton.int8 import part_layout, rotated_part, row_warps, store_row
+from jetrl.precision.triton.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
     let_next_start,
     overlapped,
     wait_for_previous,
 )
-from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares, is_ragged
-from jetrl.precision.hopper.quantize import (
+from jetrl.precision.triton.layout import (
+    cdiv,
+    empty_int8_operand,
+    empty_row_groups,
+    empty_turned_squares,
+    is_ragged,
+)
+from jetrl.precision.triton.quantize import (
     abs_bits,
     round_to_bfloat16,
     rule,
     scale_and_multiplier,
     tile_rule,
 )
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
 from jetrl.settings.presets import DEFAULT_SCALES
 
 _MAX_WIDTH = 16384
@@ -153,7 +158,7 @@ def _row_kernel(
             )
 
 
-# As `gluon_wait_for_previous` in `precision.hopper.launch`.
+# As `gluon_wait_for_previous` in `precision.triton.launch`.
 _gluon_factor, _gluon_squares = gluon.jit(grid_factor.fn), gluon.jit(grid_squares.fn)
 _gluon_inverse_rms_of = gluon.jit(inverse_rms_of.fn)
 
@@ -164,7 +169,7 @@ def _int8_kernel(
     HAS_DELTA: gl.constexpr, WRITE_Y: gl.constexpr, WRITE_INVERSE: gl.constexpr,
     K: gl.constexpr, EPS: gl.constexpr, FLOOR: gl.constexpr,
 ):  # fmt: skip
-    """Do _row_kernel's work for INT8 codes, in parts as `precision.hopper.int8` has them."""
+    """Do _row_kernel's work for INT8 codes, in parts as `precision.triton.int8` has them."""
     LAYOUT: gl.constexpr = part_layout(gl.num_warps())
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     PARTS: gl.constexpr = (K + WIDTH - 1) // WIDTH
@@ -283,7 +288,7 @@ def rms_norm_quantize(
     _check(x, weight, delta)
     num_rows, width = x.shape
     if scales is None:
-        rows = empty_operand(num_rows, width, x.device)
+        rows = empty_int8_operand(num_rows, width, x.device)
     else:
         rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
     total, inverse = x if delta is None else torch.empty_like(x), None

@@ -1,7 +1,7 @@
 """`precision.quantize` on Hopper, at the speed of memory.
 
 A program has a tile of 128 columns, except if a weight becomes BF16. The fused norm and SwiGLU
-kernels share the device functions of rows; those of a whole tile are in `hopper.tile`. `/` is not
+kernels share the device functions of rows; those of a whole tile are in `triton.tile`. `/` is not
 IEEE division in Triton, hence `div_rn`. The maximum is taken on the bits of |x| as integers, which
 orders NaN above Inf above every number, so a non-finite value makes its group's scale non-finite
 and its own code NaN.
@@ -23,9 +23,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
-from jetrl.precision.hopper.layout import (
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, FP8Format, QTensor
+from jetrl.precision.triton import tile
+from jetrl.precision.triton.launch import let_next_start, overlapped, wait_for_previous
+from jetrl.precision.triton.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,
@@ -34,7 +35,6 @@ from jetrl.precision.hopper.layout import (
     is_ragged,
     whole_groups,
 )
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, FP8Format, QTensor
 from jetrl.settings.presets import DEFAULT_SCALES
 
 FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.precision.hopper.layout import cdiv
+from jetrl.precision.triton.layout import cdiv
 
 _BLOCK = 4096  # elements of a program: 16 per thread
 

@@ -23,4 +23,4 @@ def sigmoid(gate):
     )  # fmt: skip
 
 
-gluon_sigmoid = gluon.jit(sigmoid.fn)  # as `gluon_wait_for_previous` in `precision.hopper.launch`
+gluon_sigmoid = gluon.jit(sigmoid.fn)  # as `gluon_wait_for_previous` in `precision.triton.launch`

@@ -1,4 +1,4 @@
-"""FP8 operands in memory as the Hopper GEMMs read them: allocation only, no kernel.
+"""FP8 and INT8 operands in memory as the GEMMs read them: allocation only, no kernel.
 
 A `QTensor` says what its numbers are; these functions give it the strides and the padding that
 cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
@@ -18,13 +18,16 @@ Weights' scales are padded for cuBLAS; X's, whose T' is of any size, lie as Deep
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from jetrl.precision.quantize import FP8_BLOCK, QTensor
+from jetrl.precision.quantize import FP8_BLOCK, QTensor, empty_int8_rows
 
 # cuBLAS cuts K into parts (another order of sums) for some shapes of fewer rows; 64 cost nothing,
 # since the tensor core's tile has 64 rows anyway.
 MIN_ROWS = 64
+FEW_ROWS = 256  # of an INT8 product that is memory-bound
 
 
 def padded_rows(rows: int) -> int:
@@ -135,3 +138,10 @@ def empty_weight(
     make = torch.zeros if is_ragged(rows) or is_ragged(columns) else torch.empty
     codes = make(lines * FP8_BLOCK, blocks * FP8_BLOCK, dtype=dtype, device=device)
     return QTensor(codes[:rows, :columns], scales[:, :blocks], (FP8_BLOCK, FP8_BLOCK))
+
+
+def empty_int8_operand(rows: int, k: int, device: torch.device) -> QTensor:
+    """Return uninitialized INT8 rows; few have storage for whole boxes, which copy faster."""
+    boxes = round_up(rows, MIN_ROWS if rows <= MIN_ROWS else 2 * MIN_ROWS)
+    q = empty_int8_rows(boxes if rows <= FEW_ROWS else rows, k, device)
+    return replace(q, codes=first_rows(q.codes, rows), scales=first_rows(q.scales, rows))

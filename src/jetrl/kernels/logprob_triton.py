@@ -3,7 +3,7 @@
 One program per row reads its logits once. Each lane keeps a running maximum and sums over its
 quadruples of neighboring columns; lanes are combined at the end. BLOCK and the number of warps are
 pinned, so a row's bits depend only on that row, and the sampler, whose programs share the lanes of
-a row (`sampling_hopper`), gets the trainer's log-probs bit for bit. exp is the hardware's exp2
+a row (`sampling_triton`), gets the trainer's log-probs bit for bit. exp is the hardware's exp2
 (relative error near 2**-22).
 
 `lm_head_logprobs` never holds float32 logits of more than one chunk of rows. Forward reduces a
@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.exponential_hopper import LOG2_E
+from jetrl.kernels.exponential_triton import LOG2_E
 from jetrl.precision.backend import rows_at_once
 from jetrl.precision.gemm import bf16_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.hopper.gemm import pinned_bf16_reductions
+from jetrl.precision.triton.bf16 import pinned_bf16_reductions
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096

@@ -32,10 +32,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.layout import KeyValueCodes
-from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
-from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
+from jetrl.precision.triton import tile
+from jetrl.precision.triton.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
+from jetrl.precision.triton.layout import cdiv
 from jetrl.settings.presets import DEFAULT_SCALES
 
 _HEADS = 8  # heads of a program; no bit depends on it
@@ -87,7 +87,7 @@ def _head_maxima(first, second):
 
 @gluon.jit
 def _grid_squares(x, factor):
-    """Return the int64 squares of x in units of the grid, as `norm_hopper.grid_squares`."""
+    """Return the int64 squares of x in units of the grid, as `norm_triton.grid_squares`."""
     # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
     rounded = gl.fma(x, factor, gl.full_like(x, 12582912.0))
     whole = (rounded.to(gl.int32, bitcast=True) - 0x4B400000).to(gl.int64)
@@ -114,7 +114,7 @@ def _inverse_root(x):
 
 @gluon.jit
 def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
-    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_hopper`."""
+    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_triton`."""
     # The grid of the head's maximum, on which squares are integers and their sum is exact: the
     # factor's exponent field is 272 - the maximum's, within what a normal number can have.
     amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
