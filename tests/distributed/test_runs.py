@@ -192,7 +192,7 @@ def _trouble(folder: str) -> list[str]:
         metrics = {f"mismatch/{name}": value for name, value in counts.items()}
         raise StepMismatchError("unified", samples, [Difference(1, 2, -0.5, -0.25)], metrics)
 
-    def not_located(*_: Any) -> str:
+    def not_located(*_: Any, **given: Any) -> str:
         if world().rank == 1:
             raise NonFiniteError("no forward any more")
         return "first in a layer"

@@ -63,7 +63,7 @@ def test_a_conversation_is_read_back_turn_by_turn(
     """No words open or end a turn, and every span holds its own."""
     prompt = Prompt("p1", messages=({"role": "user", "content": question},))
     turns = [Turn(answer, {"role": role, "content": reply}) for answer, role, reply in said]
-    token_ids = encode_prompt(chatml, prompt, plain_text="all")
+    token_ids = encode_prompt(chatml, prompt, plain_text="all").token_ids
     example = encode_turns(chatml, token_ids, [*turns, Turn(last)], plain_text="all", asked=prompt)
 
     assert written(chatml, token_ids) == (
@@ -91,10 +91,10 @@ def test_a_conversation_that_goes_on_is_the_prompt_of_its_next_turn(
     first = {"role": "user", "content": question}
     prompt = Prompt("p1", messages=(first,))
     replied = {"role": "user", "content": reply}
-    token_ids = encode_prompt(chatml, prompt, plain_text="all")
+    token_ids = encode_prompt(chatml, prompt, plain_text="all").token_ids
     turns = [Turn(answer, replied), Turn("")]
     example = encode_turns(chatml, token_ids, turns, plain_text="all", asked=prompt)
     ((_, end),) = example.environment
     whole = Prompt("p1", messages=(first, {"role": "assistant", "content": answer}, replied))
-    wanted = encode_prompt(chatml, whole, plain_text="all")
+    wanted = encode_prompt(chatml, whole, plain_text="all").token_ids
     assert written(chatml, [*token_ids, *example.completion[:end]]) == written(chatml, wanted)
