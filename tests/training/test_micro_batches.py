@@ -19,6 +19,7 @@ from jetrl.training.micro_batches import (
     sizes_of,
 )
 from jetrl.training.packing import pack, with_advantages
+from jetrl.types import STEM_BLOCK
 
 
 def batch_of_three(sample):
@@ -72,6 +73,25 @@ def test_a_stem_counts_once_in_each_range():
     # Stems of other prompts are not shared.
     assert size.ranges([6, 6], [(0, 4), (1, 4)]) == [range(1), range(1, 2)]
     assert size.ranges([6, 3, 6], [(0, 4), (1, 0), (0, 4)]) == [range(2), range(2, 3)]
+
+
+def test_a_range_after_the_first_holds_as_many_tokens_and_forgets_its_stems():
+    assert MicroBatchSize(4).ranges([4, 2, 2]) == [range(1), range(1, 3)]
+    # The second stem, of 4 tokens, is computed again next to the sequence of 6 tokens.
+    stems = [(0, 4), (1, 4), (0, 4), (1, 4)]
+    assert MicroBatchSize(11).ranges([6, 5, 6, 6], stems) == [range(2), range(2, 3), range(3, 4)]
+
+
+def test_the_prompt_that_a_batch_shares_counts_once_in_its_division(sample):
+    prompt = [1] * (2 * STEM_BLOCK)
+    samples = [sample(i, prompt, [2], logprobs=[-0.5]) for i in range(3)]
+    (batch,) = pack(samples, 1000, share_prompts=True)
+    computed = batch.num_computed_tokens
+    assert computed < batch.num_tokens
+    parts = MicroBatchSize(computed).split([MicroBatch(batch)])
+    assert [part.batch.num_sequences for part in parts] == [3]
+    parts = MicroBatchSize(computed - 1).split([MicroBatch(batch)])
+    assert [part.batch.num_sequences for part in parts] == [2, 1]
 
 
 @pytest.mark.parametrize(("planned", "tokens"), [(None, 9), (5, 5), (20, 9)])
