@@ -1,1 +1,1 @@
-"""The Hopper forms of quantizer, GEMM, adapter and gradient sum (`jetrl.precision.backend`)."""
+"""The Hopper forms of GEMM and adapter (`jetrl.precision.backend`)."""

@@ -1,1 +1,1 @@
-"""The Triton kernels of quantizer, products and gradient sum that need no Hopper GPU."""
+"""The GPU forms of quantizer, products and gradient sum that need no Hopper."""
