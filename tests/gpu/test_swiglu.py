@@ -6,7 +6,7 @@ import pytest
 import torch
 from linears import assert_same
 
-from jetrl.kernels.swiglu import swiglu_ref
+from jetrl.kernels.swiglu import swiglu, swiglu_ref
 from jetrl.precision.quantize import quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -63,7 +63,7 @@ def test_backward(kernels, tokens: int) -> None:
         assert_same(rows, quantize(dx, format=format))
         assert_same(by_token, quantize(dx, (128, 1), format))
     x.requires_grad_()
-    kernels.swiglu(x).backward(dy)
+    swiglu(x).backward(dy)
     assert torch.equal(x.grad, dx)
 
 

@@ -46,7 +46,6 @@ STORED = (("int8", 64), ("int8+fp8", 128))
 DECODES = ((8, 1024), (64, 8192), (512, 1024))  # rows, longest context
 VERIFIED = ((8, 8, 64), (512, 2, 640))  # sequences, tokens each, rows
 
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
 # Kernels that give stages of shared memory back for bulk copies.
 STAGED = ("gemm_rows.rows_gemm_kernel", "nvfp4_rows.nvfp4_rows_kernel", "forward.forward_kernel")
@@ -114,14 +113,17 @@ def take_triton() -> None:
     do_compile = jit.JITFunction._do_compile
 
     def compile_only(self: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
+        from jetrl.precision.backend import HOPPER
+
         name = f"{self.module.rpartition('.')[2]}.{self.__name__}"
         try:
             kernel = do_compile(self, key, signature, device, *rest)
             compiled[name] = compiled.get(name, 0) + 1
             shared[name] = kernel.metadata.shared
             layouts[name] = layouts_of_sums(kernel.asm.get("ttgir", ""))
-            if shared[name] > SHARED_MEMORY:
-                raise ValueError(f"{shared[name]} bytes of shared memory, of {SHARED_MEMORY}")
+            if shared[name] > HOPPER.shared_memory:
+                room = HOPPER.shared_memory
+                raise ValueError(f"{shared[name]} bytes of shared memory, of {room}")
             rings = [rest[0][i,] for i, name in enumerate(self.arg_names) if name == "RINGS"]
             check_stages(name, kernel.asm, rings[0] if rings else 1)
         except Exception as error:  # the others go on

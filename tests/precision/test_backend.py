@@ -57,3 +57,7 @@ def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.Monke
     for heads in ((head_dim - 1, 1), (head_dim, group + 1)):
         with pytest.raises(UserError, match=r"GPU's attention takes head_dim \d+"):
             backend.check_attention(*heads)
+    backend.check_formats({"INT8": torch.int8})
+    others = {"FP64": torch.float64, "INT8": torch.int8, "E5M2": torch.float8_e5m2}
+    with pytest.raises(UserError, match=r"no kernels for FP64 and E5M2; use another precision\."):
+        backend.check_formats(others)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 from benchmarks.shapes import SHAPES, linear_shapes
 
+from jetrl.precision.backend import HOPPER
 from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 from jetrl.precision.hopper.adapter import MOST_RANKS
 from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
-from jetrl.precision.triton.launch import SHARED_MEMORY, TRITONS_OWN, fitting_stages, program_bytes
+from jetrl.precision.triton.launch import TRITONS_OWN, fitting_stages, program_bytes
 
 
 # NVFP4 refuses the widths of the shape that is left out.
@@ -26,7 +27,7 @@ def test_every_cut_fits_in_shared_memory(shape: str) -> None:
             for rank in (0, *range(16, MOST_RANKS + 1, 16)):
                 tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
                 size = shared_bytes(tiles, rows, parts, rank)
-                assert size <= SHARED_MEMORY, (linear, rows, rank, tiles, size)
+                assert size <= HOPPER.shared_memory, (linear, rows, rank, tiles, size)
                 assert tiles.rounds >= 2
 
 
@@ -34,7 +35,7 @@ def test_what_did_not_fit_is_seen() -> None:
     """Triton counted 244,192 bytes for this cut of `down` of Qwen3-32B on a GPU, of 232,448."""
     size = shared_bytes(Tiles(2, 2, 9, 80, together=True), 8, 4, 0)
     assert 244_192 <= size <= 244_192 + 512
-    assert SHARED_MEMORY == 232_448
+    assert HOPPER.shared_memory == 232_448
     assert tiles_for(8, 5120, 4).rounds == 8
 
 

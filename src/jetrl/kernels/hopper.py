@@ -24,6 +24,6 @@ from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_
 from jetrl.kernels.sampling_triton import sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize
 from jetrl.kernels.swiglu_triton import (
-    swiglu, swiglu_backward, swiglu_backward_values_, swiglu_forward, swiglu_quantize,
+    swiglu_backward, swiglu_backward_values_, swiglu_forward, swiglu_quantize,
     swiglu_quantize_with_values,
 )

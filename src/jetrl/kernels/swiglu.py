@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backend import kernels_of
+from jetrl.kernels.backend import Kernels, kernels_of
 from jetrl.precision.exact import sigmoid
 
 
@@ -26,20 +26,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Args:
         gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
     """
-    if (kernels := kernels_of(gate_up)) is not None and gate_up.dtype == torch.bfloat16:
-        return kernels.swiglu(gate_up)
     return _SwiGLU.apply(gate_up)
+
+
+def _kernels(gate_up: Tensor) -> Kernels | None:
+    return kernels_of(gate_up) if gate_up.dtype == torch.bfloat16 else None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return swiglu_ref(gate_up)
+        kernels = _kernels(gate_up)
+        return swiglu_ref(gate_up) if kernels is None else kernels.swiglu_forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        if (kernels := _kernels(gate_up)) is not None:
+            return kernels.swiglu_backward(grads[0].to(torch.bfloat16).contiguous(), gate_up)
         gate, up = gate_up.float().chunk(2, dim=-1)
         dy, gated = grads[0].float(), sigmoid(gate)
         # d silu(g) / dg = sigmoid(g) * (1 + g * (1 - sigmoid(g)))

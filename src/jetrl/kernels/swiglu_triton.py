@@ -14,8 +14,6 @@ Legend: T tokens, F features of y.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -58,10 +56,22 @@ def store_values(ptr, y, rows, column, num_rows, num_columns):
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
-    x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr, RAGGED: tl.constexpr,
-    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
     """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
 
     Args:
@@ -81,18 +91,35 @@ def _rows_kernel(
     y = round_to_bfloat16(gate * sigmoid(gate) * up)
     if QUANTIZE:
         store_row_groups(
-            y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-            RAGGED, MAXIMUM, FLOOR_BITS, POW2,
-        )  # fmt: skip
+            y,
+            rows,
+            column,
+            num_rows,
+            num_columns,
+            codes_ptr,
+            scales_ptr,
+            scale_stride,
+            RAGGED,
+            MAXIMUM,
+            FLOOR_BITS,
+            POW2,
+        )
     if WRITE_Y:
         store_values(y_ptr, y, rows, column, num_rows, num_columns)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
-    dy_ptr, x_ptr, dx_ptr, y_ptr, num_rows, num_columns, column_blocks,
-    ROWS: tl.constexpr, WRITE_Y: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    y_ptr,
+    num_rows,
+    num_columns,
+    column_blocks,
+    ROWS: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+):
     """Make the gradients of ROWS rows of 128 columns of the gate and of up, and perhaps y."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -114,9 +141,8 @@ def _backward_rows_kernel(
 
 @gluon.jit
 def _int8_kernel(
-    x_ptr, y_ptr, codes_ptr, scales_ptr, WRITE_Y: gl.constexpr, K: gl.constexpr,
-    FLOOR: gl.constexpr,
-):  # fmt: skip
+    x_ptr, y_ptr, codes_ptr, scales_ptr, WRITE_Y: gl.constexpr, K: gl.constexpr, FLOOR: gl.constexpr
+):
     """Make y of a row and quantize it, as `precision.triton.int8` does."""
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     row = gl.program_id(0)
@@ -172,9 +198,17 @@ def _int8_rows(gate_up: Tensor, y: Tensor | None) -> QTensor:
     codes = empty_int8_operand(num_rows, width, gate_up.device)
     if num_rows:
         _int8_kernel[(num_rows,)](
-            gate_up, gate_up if y is None else y, codes.codes, codes.scales, y is not None, width,
-            AMAX_FLOOR, num_warps=row_warps(width), enable_fp_fusion=False, **overlapped(),
-        )  # fmt: skip
+            gate_up,
+            gate_up if y is None else y,
+            codes.codes,
+            codes.scales,
+            y is not None,
+            width,
+            AMAX_FLOOR,
+            num_warps=row_warps(width),
+            enable_fp_fusion=False,
+            **overlapped(),
+        )
     return codes
 
 
@@ -196,10 +230,19 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
         gate_up if y is None else y,
         rows.codes if rows else gate_up,
         rows.scales if rows else gate_up,
-        num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
-        rows_of_program(num_rows), y is not None, rows is not None, is_ragged(width),
-        **rule("e4m3", scales), num_warps=4, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        num_rows,
+        width,
+        rows.scales.stride(1) if rows else 0,
+        column_blocks,
+        rows_of_program(num_rows),
+        y is not None,
+        rows is not None,
+        is_ragged(width),
+        **rule("e4m3", scales),
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor, y: Tensor | None = None) -> Tensor:
@@ -213,27 +256,19 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor, y: Tensor | None = None) -> Ten
     column_blocks = triton.cdiv(width, FP8_BLOCK)
     if num_rows:
         _backward_rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
-            dy, gate_up, dx, dy if y is None else y, num_rows, width, column_blocks, _ROWS,
-            y is not None, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            dy,
+            gate_up,
+            dx,
+            dy if y is None else y,
+            num_rows,
+            width,
+            column_blocks,
+            _ROWS,
+            y is not None,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return dx
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`kernels.swiglu.swiglu`."""
-    return _SwiGLU.apply(gate_up)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu_forward(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return swiglu_backward(grads[0].to(torch.bfloat16).contiguous(), gate_up)
 
 
 def check_gate_up(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
@@ -251,10 +286,20 @@ _VALUES_ROWS = 16  # of a tile: three results for each place are many registers
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def swiglu_backward_values_kernel(
-    dy_ptr, x_ptr, dx_ptr, codes_ptr, scales_ptr, num_rows, width, scale_stride, column_blocks,
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    width,
+    scale_stride,
+    column_blocks,
     ROWS: tl.constexpr,
-    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
     """Make the gradients of ROWS rows of 128 columns of the gate and of up, and y again.
 
     Args:
@@ -276,14 +321,34 @@ def swiglu_backward_values_kernel(
     dup = round_to_bfloat16(dy * silu)
     store_values(dx_ptr, dgate, rows, column, num_rows, 2 * width)
     store_row_groups(
-        dgate, rows, column, num_rows, 2 * width, codes_ptr, scales_ptr, scale_stride,
-        False, MAXIMUM, FLOOR_BITS, POW2,
-    )  # fmt: skip
+        dgate,
+        rows,
+        column,
+        num_rows,
+        2 * width,
+        codes_ptr,
+        scales_ptr,
+        scale_stride,
+        False,
+        MAXIMUM,
+        FLOOR_BITS,
+        POW2,
+    )
     store_values(dx_ptr, dup, rows, column_blocks + column, num_rows, 2 * width)
     store_row_groups(
-        dup, rows, column_blocks + column, num_rows, 2 * width, codes_ptr, scales_ptr,
-        scale_stride, False, MAXIMUM, FLOOR_BITS, POW2,
-    )  # fmt: skip
+        dup,
+        rows,
+        column_blocks + column,
+        num_rows,
+        2 * width,
+        codes_ptr,
+        scales_ptr,
+        scale_stride,
+        False,
+        MAXIMUM,
+        FLOOR_BITS,
+        POW2,
+    )
 
 
 def swiglu_backward_values_(
@@ -302,8 +367,18 @@ def swiglu_backward_values_(
     column_blocks = width // FP8_BLOCK
     if num_rows:
         swiglu_backward_values_kernel[(cdiv(num_rows, _VALUES_ROWS) * column_blocks,)](
-            dy, gate_up, dx, rows.codes, rows.scales, num_rows, width, rows.scales.stride(1),
-            column_blocks, _VALUES_ROWS, **rule("e4m3", scales),
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            dy,
+            gate_up,
+            dx,
+            rows.codes,
+            rows.scales,
+            num_rows,
+            width,
+            rows.scales.stride(1),
+            column_blocks,
+            _VALUES_ROWS,
+            **rule("e4m3", scales),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return rows, dx

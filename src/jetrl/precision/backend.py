@@ -13,7 +13,7 @@ too. Attention is the table's even if `fused` is None; pages have 64 tokens, til
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,6 +90,9 @@ class Backend:
         logits_at_once: The float32 logits of one chunk of rows in training.
         gpus, capabilities: What it takes: in words, and as CUDA compute capabilities.
         head_dims, max_group: What attention takes: sizes of heads, and query heads per key head.
+        dtypes: The stored dtypes of the number formats that its kernels multiply.
+        shared_memory: Bytes of shared memory per thread block.
+        multiprocessors: The number of SMs for which products are cut into tiles.
     """
 
     name: str
@@ -101,6 +104,9 @@ class Backend:
     capabilities: tuple[tuple[int, int], ...] = ()
     head_dims: tuple[int, ...] = ()
     max_group: int = 0
+    dtypes: tuple[torch.dtype, ...] = ()
+    shared_memory: int = 0
+    multiprocessors: int = 0
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
@@ -115,6 +121,15 @@ class Backend:
                 f"the GPU's attention takes head_dim {sizes} and at most {self.max_group} query "
                 f"heads a key head, not {head_dim} and {group}; use run.device=cpu, or the fp32 "
                 "preset"
+            )
+
+    def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise a UserError for number formats, by their words in messages, without kernels."""
+        missing = [words for words, dtype in dtypes.items() if dtype not in self.dtypes]
+        if missing:
+            raise UserError(
+                f"{self.gpus} has no kernels for {' and '.join(missing)}; use another "
+                "precision.preset, or run.device=cpu"
             )
 
 
@@ -135,6 +150,9 @@ HOPPER = Backend(
     capabilities=((9, 0),),
     head_dims=(64, 128),
     max_group=16,
+    dtypes=(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8),
+    shared_memory=227 * 1024,
+    multiprocessors=132,  # an H100 or H200 in an SXM socket
 )
 BACKENDS = (HOPPER,)  # of GPUs; a plan for another machine means the first
 SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)

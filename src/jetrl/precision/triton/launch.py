@@ -1,4 +1,4 @@
-"""Room in shared memory, and overlap of launches, for all Hopper kernels.
+"""Room in shared memory, and overlap of launches.
 
 Overlap (programmatic dependent launch) lets a kernel start while the one before ends. Decode is a
 chain of kernels of a few microseconds, and a launch costs one of them. A kernel launched with
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 BARRIER = 8  # bytes
 _OF_SYSTEM = 1024  # bytes that the system has next to each program's
@@ -41,12 +40,9 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
     return min(fastest, max(2, (room - program_bytes(0, stage, beside)) // stage))
 
 
-def room_beside(other: int, programs: int = 1) -> int:
+def room_beside(shared_memory: int, other: int, programs: int = 1) -> int:
     """Return the bytes of each of some programs on an SM next to one of `other` bytes."""
-    return (SHARED_MEMORY - other) // programs - _OF_SYSTEM
-
-
-MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products are cut into tiles
+    return (shared_memory - other) // programs - _OF_SYSTEM
 
 
 @functools.cache
