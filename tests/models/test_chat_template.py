@@ -26,7 +26,6 @@ def request(template, messages=MESSAGES):
 
 @pytest.fixture(scope="module")
 def process(request):
-    """One process for each limit in s of CPU time: a slow machine must not meet the long one."""
     process = LimitedProcess("jetrl.models.chat_template:render", request.param, 128)
     yield process
     process.close()
