@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.precision import hopper
 from jetrl.precision.quantize import FP8Format, QTensor
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ HOPPER = Backend(
     head_dims=(64, 128),
     max_group=16,
     dtypes=(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8),
-    shared_memory=227 * 1024,
-    multiprocessors=132,  # an H100 or H200 in an SXM socket
+    shared_memory=hopper.SHARED_MEMORY,
+    multiprocessors=hopper.MULTIPROCESSORS,
 )
 BACKENDS = (HOPPER,)  # of GPUs; a plan for another machine means the first
 SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)

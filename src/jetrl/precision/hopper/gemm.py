@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.errors import UserError
-from jetrl.precision.backend import HOPPER
+from jetrl.precision.hopper import MULTIPROCESSORS
 from jetrl.precision.hopper.gemm_rows import rows_matmul
 from jetrl.precision.quantize import FP8_BLOCK, QTensor
 from jetrl.precision.triton.layout import (
@@ -40,7 +40,7 @@ from jetrl.precision.triton.layout import (
 Backend = Literal["cublas", "deep_gemm", "triton"]
 _FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
 # The rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X.
-_WIDE = 128 * HOPPER.multiprocessors
+_WIDE = 128 * MULTIPROCESSORS
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.backend import HOPPER
+from jetrl.precision.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jetrl.precision.hopper.adapter import (
     AdapterOperands,
     down_program_bytes,
@@ -86,10 +86,10 @@ def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows, whose programs all run at once."""
     if rows > 64:
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
-            if cdiv(n, tiles.parts * tiles.block_n) <= HOPPER.multiprocessors:
+            if cdiv(n, tiles.parts * tiles.block_n) <= MULTIPROCESSORS:
                 return tiles
         return Tiles(128, 3, 64, 5, 1)
-    return next((t for each, t in _OF_64_ROWS if n <= each * HOPPER.multiprocessors), _WIDEST)
+    return next((t for each, t in _OF_64_ROWS if n <= each * MULTIPROCESSORS), _WIDEST)
 
 
 def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
@@ -99,13 +99,13 @@ def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
     """
     tiles = tiles_for(rows, n)
     if rows > 128:
-        if rows > 256 or n > 48 * HOPPER.multiprocessors:
+        if rows > 256 or n > 48 * MULTIPROCESSORS:
             return None
-        narrow = n <= 32 * HOPPER.multiprocessors
+        narrow = n <= 32 * MULTIPROCESSORS
         tiles = Tiles(128, 1, 64, 4, 2) if narrow else Tiles(128, 3, 32, 7, 1)
     block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
     adapter = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2 + BARRIER
-    room = room_beside(HOPPER.shared_memory, down_program_bytes(rows))
+    room = room_beside(SHARED_MEMORY, down_program_bytes(rows))
     stage = tiles.group * block + 2 * BARRIER
     return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, adapter, room))
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.backend import HOPPER
+from jetrl.precision.hopper import MULTIPROCESSORS
 from jetrl.precision.quantize import QTensor
 from jetrl.precision.triton import gluon_names
 from jetrl.precision.triton.int8 import tiles_matmul
@@ -47,7 +47,7 @@ class Tiles:
 
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows; no bit depends on it."""
-    per_sm = cdiv(n, HOPPER.multiprocessors)
+    per_sm = cdiv(n, MULTIPROCESSORS)
     size = 0 if per_sm <= 32 else 1 if per_sm <= 64 else 2
     if rows <= 64:
         return (Tiles(64, 1, 32, 8, 2), Tiles(64, 1, 32, 4, 2), Tiles(64, 1, 64, 3, 2))[size]

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.backend import HOPPER
+from jetrl.precision.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jetrl.precision.hopper.adapter import (
     DOWN_PROGRAM_REGISTERS,
     AdapterOperands,
@@ -115,7 +115,7 @@ def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[i
 
 def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows."""
-    return _with_stages_in(HOPPER.shared_memory, _measured_cut(rows, n, parts), rows, parts, 0)
+    return _with_stages_in(SHARED_MEMORY, _measured_cut(rows, n, parts), rows, parts, 0)
 
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
@@ -130,7 +130,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     If no SM has two programs, stages take more than half of the shared memory: or else two programs
     were put on one SM, and others had none.
     """
-    narrow, wide = n <= 32 * HOPPER.multiprocessors, n > 64 * HOPPER.multiprocessors
+    narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
         if not narrow and parts == 2:
             return Tiles(2, 4, 5, 112, True) if rows <= 8 else Tiles(2, 4, 4, 80, True)
@@ -139,7 +139,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
         if parts == 2:
             return Tiles(1, 4, 7 if rows <= 8 else 5, 80, True)
         return Tiles(1, 4, 4 if rows <= 8 else 3, 80, True)
-    if wide and 16 < rows <= 64 and n <= 192 * HOPPER.multiprocessors:
+    if wide and 16 < rows <= 64 and n <= 192 * MULTIPROCESSORS:
         return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
         units = 1 if narrow or (rows <= 16 and not wide) else 2
@@ -160,8 +160,8 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
     # Programs of an SM: no more than there are, nor than its registers are enough for.
     most = _REGISTERS // (threads * tiles.registers)
-    programs = min(cdiv(programs, HOPPER.multiprocessors), most)
-    room = room_beside(HOPPER.shared_memory, down_program_bytes(rows), programs)
+    programs = min(cdiv(programs, MULTIPROCESSORS), most)
+    room = room_beside(SHARED_MEMORY, down_program_bytes(rows), programs)
     tiles = _with_stages_in(room, tiles, rows, parts, rank)
     registers = (_REGISTERS - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
     return replace(tiles, registers=min(tiles.registers, registers))
