@@ -1,13 +1,13 @@
-"""AdamW in one pass, with both moments in three bytes per parameter.
+"""AdamW in one pass, with both moments in 3 bytes per parameter.
 
-    ratio  uint8   c: the first moment is  +-(c / 255)**2 * bound * root,  bound = sup |m| / sqrt(v)
-    root   int16   sqrt(v): 6 bits of exponent, 9 of mantissa, and in the highest bit the sign of m
+    ratio  uint8   c, where m = +-(c / 255)**2 * bound * root  and  bound = sup |m| / sqrt(v)
+    root   int16   sqrt(v): 6 exponent bits and 9 mantissa bits; the top bit is the sign of m
 
-Since m is bounded by sqrt(v) (Cauchy-Schwarz), each element's root scales its ratio. Two measures
-keep the rounding of states harmless. The future effect of a rounding error of m, nine times its own
-step at beta1 = 0.9, is known and removed from the master at once (`carry`). And sqrt(v) moves by at
-most half a unit of its last place per step at beta2 = 0.999, so rounded to nearest it would stand
-still: a dither, a function of element and step, is added before its last bits are cut.
+|m| is at most bound * sqrt(v) (Cauchy-Schwarz), so each element's root scales its ratio. Two
+measures keep rounding of the state from hurting. A rounding error of m affects all later updates
+(nine times its own step at beta1 = 0.9); that sum is known, so it is subtracted from the master at
+once (`carry`). And sqrt(v) moves by at most half an ulp per step at beta2 = 0.999, so
+round-to-nearest would never move it: rounding is stochastic, with dither from element and step.
 
 docs/optimizer.md compares other formats.
 """
@@ -33,24 +33,24 @@ from jetrl.precision.exact import square_root
 
 
 def state_bytes(shape: Sequence[int], states: str) -> int:
-    """Return the bytes of a parameter's moments: 3 per element if they are compact, else 8."""
+    """Return the bytes of a parameter's moments: 3 per element if compact, else 8."""
     return (3 if is_compact(len(shape), states) else 8) * math.prod(shape)
 
 
 def is_compact(ndim: int, states: str) -> bool:
-    """Return whether moments are compact: only those of matrices; the few others keep float32."""
+    """Return whether moments are compact; only matrices have compact moments, the rest float32."""
     return states == "compact" and ndim >= 2
 
 
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """Do one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) in place.
+    """Apply one AdamW step (Loshchilov and Hutter, arXiv 1711.05101) in place.
 
     Args:
-        master: float32, contiguous, any shape; the other tensors but clip have the same shape.
-        ratio: uint8, zeros before the first step, like root, int16.
-        clip: float32 scalar on the device, a factor of the gradient.
+        master: float32, contiguous, any shape; grad, ratio and root have the same shape.
+        ratio: uint8; ratio and root (int16) are zero before the first step.
+        clip: float32 scalar on the device that multiplies the gradient.
     """
     if (kernels := kernels_of(master)) is not None:
         kernels.adamw_(master, grad, ratio, root, clip, scalars)
@@ -61,20 +61,20 @@ def adamw_(
 def adamw_ref_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, s: AdamWScalars
 ) -> None:
-    """Do one step of AdamW, the specification: float32, each operation rounded in this order."""
-    # This step's moments from those of the step before, as they were stored.
+    """Apply one AdamW step; specifies the float32 operations and their order for all kernels."""
+    # Decode the stored moments and update them.
     g = grad * clip
     old_root = _decode_root(root)
     m = s.beta1 * _decode_ratio(ratio, root < 0, s.before, old_root) + s.rest1 * g
     v = s.beta2 * (old_root * old_root) + s.rest2 * (g * g)
     exact_root = square_root(v)
-    # Their codes; the sign of the first moment is kept in the highest bit of the root's.
+    # Encode the new moments; the top bit of the root's code holds the sign of the first moment.
     code = _encode_root(exact_root, s.salt)
     negative = m < 0
     new_root = _decode_root(code)
     share = square_root(m.abs() / new_root * s.encode) + 0.5
     new_ratio = share.clamp(max=CODES).to(torch.uint8)
-    # The exact moments move the master, less what the rounding of m will add to later updates.
+    # Update by the unrounded moments, minus what the rounding of m will add to later updates.
     kept = _decode_ratio(new_ratio, negative, s.now, new_root)
     update = (s.rate * m - s.carry * (kept - m)) / (exact_root * s.unbias + s.eps)
     master.copy_(master * s.decay - update)
@@ -88,7 +88,7 @@ def _decode_root(root: Tensor) -> Tensor:
 
 
 def _encode_root(exact_root: Tensor, salt: int) -> Tensor:
-    """Return int32 codes of float32 roots, with a dither added before the low bits are cut."""
+    """Return int32 codes of float32 roots, stochastically rounded with a fixed dither."""
     elements = torch.arange(exact_root.numel(), device=exact_root.device).view(exact_root.shape)
     dither = ((elements * ELEMENT_STRIDE + salt) & 0xFFFFFFFF) >> (32 - ROOT_SHIFT)
     bits = exact_root.view(torch.int32) - ROOT_BIAS + dither.int()

@@ -1,4 +1,4 @@
-"""The numbers of AdamW's kernels: constants of the compact moments, and one step's scalars."""
+"""Constants of AdamW's compact moments, and the scalars of one step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-CODES = 255  # the largest code of a ratio
-ROOT_SHIFT = 14  # low bits of a float32's mantissa that a root does without
-ROOT_BIAS = (127 - 50) << 23  # the bits of the smallest root, 2**-50; the largest is below 2**14
+CODES = 255  # largest code of a ratio
+ROOT_SHIFT = 14  # low mantissa bits of a float32 that a root drops
+ROOT_BIAS = (127 - 50) << 23  # float32 bits of the smallest root, 2**-50; the largest is < 2**14
 ROOT_MAX = (1 << 15) - 1
-# The dither of a root is a Weyl sequence: the stride of steps is the golden ratio, so that the
-# dithers of one element fill [0, 1) evenly; that of elements is the plastic number's inverse.
+# A root's dither is a Weyl sequence. The step stride is the golden ratio, so the dithers of one
+# element fill [0, 1) evenly; the element stride is the inverse of the plastic number.
 _STEP_STRIDE, ELEMENT_STRIDE = 0x9E3779B9, 0xC13FA9A9
-_NEGLIGIBLE = 1e-4  # the weight of a step to come below which `_carry` ends its sum
+_NEGLIGIBLE = 1e-4  # `_carry` stops its sum at future steps whose weight is below this
 
 
 class AdamWScalars(NamedTuple):
@@ -26,10 +26,10 @@ class AdamWScalars(NamedTuple):
         rate: lr / (1 - beta1**t) at step t.
         unbias: 1 / sqrt(1 - beta2**t).
         decay: 1 - lr * weight_decay.
-        carry: the sum that one unit of the first moment will add to rate * m in later steps.
-        before: the unit of a ratio, bound / 255**2, of the step before; now is this step's.
+        carry: total that one unit of the first moment adds to rate * m over all later steps.
+        before: previous step's ratio unit, bound / 255**2; `now` is this step's.
         encode: 1 / now.
-        salt: the step's part of the dither, 32 bits.
+        salt: 32-bit contribution of the step to the dither.
     """
 
     beta1: float
@@ -54,7 +54,7 @@ def adamw_scalars(
     eps: float,
     weight_decay: float,
 ) -> AdamWScalars:
-    """Return the scalars of a step, from 1, if lr(k) is the learning rate k steps later."""
+    """Return the scalars of `step` (counted from 1); lr(k) is the learning rate k steps later."""
     beta1, beta2 = betas
     bound = _bound(step, beta1, beta2)
     return AdamWScalars(
@@ -75,7 +75,7 @@ def adamw_scalars(
 
 
 def from_element(scalars: AdamWScalars, first: int) -> AdamWScalars:
-    """Return the scalars of a tensor's part from element `first` on, which keep its dither."""
+    """Return scalars for a shard that starts at element `first`, so its dither is unchanged."""
     return scalars._replace(salt=(scalars.salt + first * ELEMENT_STRIDE) % 2**32)
 
 
@@ -86,8 +86,8 @@ def _float32(x: float) -> float:
 def _bound(step: int, beta1: float, beta2: float) -> float:
     """Return the supremum of |m| / sqrt(v) after `step` optimizer steps.
 
-    m = sum_k (1 - beta1) beta1**k g_k and v = sum_k (1 - beta2) beta2**k g_k**2, so by Cauchy and
-    Schwarz m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 / beta2)**k * v.
+    m = sum_k (1 - beta1) beta1**k g_k and v = sum_k (1 - beta2) beta2**k g_k**2. By Cauchy-Schwarz,
+    m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 / beta2)**k * v.
     """
     q = beta1 * beta1 / beta2
     assert q < 1, "the first moment has no bound"

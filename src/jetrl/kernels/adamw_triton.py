@@ -1,4 +1,4 @@
-"""`kernels.adamw` on Hopper, with the bits of the reference; moves 18 bytes per parameter."""
+"""`kernels.adamw` in Triton, bitwise equal to the reference; moves 18 bytes per parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
@@ -13,8 +13,8 @@ from torch import Tensor
 from jetrl.kernels import adamw_scalars
 from jetrl.kernels.adamw_scalars import AdamWScalars
 
-_BLOCK, _WARPS = 1024, 8  # four elements per thread: each access is one vector
-# The constants of `adamw_scalars`, as the kernel reads them.
+_BLOCK, _WARPS = 1024, 8  # four elements per thread, so each access is one vector
+# The constants of `adamw_scalars` as constexprs.
 SHIFT, BIAS = tl.constexpr(adamw_scalars.ROOT_SHIFT), tl.constexpr(adamw_scalars.ROOT_BIAS)
 MAX, CODES = tl.constexpr(adamw_scalars.ROOT_MAX), tl.constexpr(adamw_scalars.CODES)
 STRIDE = tl.constexpr(adamw_scalars.ELEMENT_STRIDE)
@@ -32,35 +32,35 @@ def _adamw_kernel(
     beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`."""
+    """Apply one AdamW step to BLOCK elements, in the operation order of `adamw_ref_`."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
-    clip = tl.load(clip_ptr)  # on the device, so that the host need not know the norm
+    clip = tl.load(clip_ptr)  # on the device, so the host does not wait for the norm
     g = tl.load(grad_ptr + places, mask=inside, other=0.0) * clip
     word = tl.load(root_ptr + places, mask=inside, other=0).to(tl.int32)
     codes = tl.load(ratio_ptr + places, mask=inside, other=0).to(tl.float32)
     master = tl.load(master_ptr + places, mask=inside, other=0.0)
 
-    # The moments of the step before: a root is a float32's exponent and upper mantissa, with the
-    # sign of the first moment in the word's highest bit; then this step's moments, exactly rounded.
+    # Decode the previous moments (a root is the exponent and upper mantissa of a float32, with the
+    # sign of the first moment in the top bit of the word), then update them.
     old_root = (((word & MAX) << SHIFT) + BIAS).to(tl.float32, bitcast=True)
     m = beta1 * _decode_ratio(codes, word < 0, before, old_root) + rest1 * g
     v = beta2 * (old_root * old_root) + rest2 * (g * g)
     exact_root = tl.math.sqrt_rn(v)
 
-    # Code the root: a dither in [0, 1) of its last bit, a function of element and step, is added
-    # before the low bits are cut, so that drifts smaller than a bit are followed on average.
+    # Encode the root with stochastic rounding: dither in [0, 1) of the last bit depends on element
+    # and step, so drifts smaller than one bit are followed on average.
     dither = (places.to(tl.uint32) * STRIDE + salt.to(tl.uint32)) >> (32 - SHIFT)
     bits = exact_root.to(tl.int32, bitcast=True) - BIAS + dither.to(tl.int32)
     code = tl.minimum(tl.maximum(bits >> SHIFT, 0), MAX)
     new_root = ((code << SHIFT) + BIAS).to(tl.float32, bitcast=True)
 
-    # Code the first moment as the square root of its share of the bound that the new root sets.
+    # Encode the first moment: the square root of |m| relative to its bound for the new root.
     negative = m < 0
     share = tl.math.sqrt_rn(tl.math.div_rn(tl.abs(m), new_root) * encode) + 0.5
     new_codes = tl.minimum(share, CODES).to(tl.int32)
 
-    # Update by the exact moments, less what the first moment's rounding error will add later.
+    # Update by the unrounded moments, minus what the rounding of m will add to later updates.
     kept = _decode_ratio(new_codes.to(tl.float32), negative, now, new_root)
     update = tl.math.div_rn(rate * m - carry * (kept - m), exact_root * unbias + eps)
 
@@ -72,7 +72,7 @@ def _adamw_kernel(
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """`kernels.adamw.adamw_` on Hopper."""
+    """`kernels.adamw.adamw_` in Triton."""
     dtypes = torch.float32, torch.float32, torch.uint8, torch.int16
     for x, dtype in zip((master, grad, ratio, root), dtypes, strict=True):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, master.shape, True)

@@ -1,7 +1,7 @@
-"""The filter of tokens by top_k and top_p, for the sampler and the trainer.
+"""Top-k and top-p filtering, for the sampler and the trainer.
 
-The sampler draws only from the allowed tokens. The trainer asks if every token is allowed: only
-then does a draw come from the distribution that log-probs are computed under.
+The sampler draws only from the allowed tokens. The trainer checks whether all tokens are allowed,
+since its log-probs assume that tokens were sampled from the full distribution.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def allows_all(top_p: float, top_k: int) -> bool:
-    """Return whether every token may be drawn."""
+    """Return whether the filter is off, so that any token can be sampled."""
     return top_p == 1 and top_k == 0
 
 
 def allowed_tokens(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Return which tokens may be drawn, bool [R, V].
+    """Return the mask of tokens that can be sampled, bool [R, V].
 
-    top_k keeps the largest weights, lower ids first among equals. Of those, top_p keeps the largest
-    ones until their sum reaches its share of the whole; the largest one is always kept.
+    top_k keeps the largest weights; ties go to lower ids. Among those, top_p keeps the largest
+    weights until their sum reaches that fraction of the total; the largest is always kept.
 
     Args:
         weights: int64 [R, V], proportional to the probabilities.

@@ -1,4 +1,4 @@
-"""The kernels of a device for the operations of this package (see `precision.backend`)."""
+"""Kernel tables per backend for the operations of this package (see `precision.backend`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jetrl.precision.quantize import FP8Format, QTensor
 
 
 class _Fused(Protocol):
-    """Norm and SwiGLU with the quantization after them, as parts of autograd functions."""
+    """RMSNorm and SwiGLU fused with quantization; callers wrap them in autograd functions."""
 
     def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None,
                          /) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -52,9 +52,9 @@ class _Fused(Protocol):
 
 
 class _Attention(Protocol):
-    """Attention from qkv on; decode, prefill and training give a token the same bits."""
+    """Attention, starting from qkv; decode, prefill and training are bitwise consistent."""
 
-    SPLIT_KEYS: int  # keys of a sum, unless the plan deviates
+    SPLIT_KEYS: int  # keys per split, unless the precision plan sets another number
 
     def qk_norm_rotary_cache(
         self, qkv: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
@@ -87,14 +87,14 @@ class _Attention(Protocol):
 
 
 class Kernels(_Fused, _Attention, Protocol):
-    """A device's kernels; those below are named like the public operation that they compute."""
+    """All kernels of a backend; those below have the names of the public operations."""
 
     def adamw_(self, master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor,
                scalars: AdamWScalars, /) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
     def block_squares(self, x: Tensor, /) -> Tensor: ...
 
-    # kernels.logprob; the second also makes the logits, one chunk of rows at a time
+    # kernels.logprob; lm_head_logprobs also computes the logits, one chunk of rows at a time
     def chosen_logprobs(self, logits: Tensor, chosen: Tensor, temperature: float,
                         /) -> tuple[Tensor, Tensor]: ...
     def lm_head_logprobs(
@@ -130,17 +130,17 @@ def _hopper() -> Kernels:
     return hopper
 
 
-TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper}  # by the backend's name
+TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper}  # keyed by Backend.name
 
 
 def kernels_of(x: Tensor) -> Kernels | None:
-    """Return the kernels of a tensor's device; None: compute the reference."""
+    """Return the kernels for the device of x, or None if it runs the references."""
     backend = backend_of(x)
     return None if backend is REFERENCE else TABLES[backend.name]()
 
 
 def device_kernels(x: Tensor) -> Kernels:
-    """Return the kernels of a tensor whose device has some."""
+    """Return the kernels for the device of x, which must have a kernel table."""
     kernels = kernels_of(x)
     assert kernels is not None, f"{x.device} computes references"
     return kernels

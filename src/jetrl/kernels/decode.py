@@ -1,20 +1,20 @@
-"""The steps of decode between two forwards, on the device: no token passes through Python.
+"""Decode steps between two forwards, on the device: no token passes through Python.
 
-A running sequence has a slot. Row r of a forward is the sequence in slot rows[r]; a row whose slot
-is not active takes part with length 0 and changes nothing. One forward of plain decode is
+Each running sequence has a slot. Row r of a forward is the sequence in slot rows[r]; rows with an
+inactive slot have length 0 and change nothing. One forward of plain decode is
 
-    inputs = next_inputs(state, rows, page_size)            for the model, cache and sampler
-    tokens, logprobs, lse = ...                             the model and the draw
-    take_draws(state, rows, tokens, logprobs, lse, out)     the next token, or the sequence's end
+    inputs = next_inputs(state, rows, page_size)            inputs of model, cache and sampler
+    tokens, logprobs, lse = ...                             forward pass and sampling
+    take_draws(state, rows, tokens, logprobs, lse, out)     advance or end each sequence
 
-With speculation a forward takes up to Q queries per sequence, its last token and a draft, and draws
-at every position with that position's own random bits (`verify_inputs`, `take_verified`). Draws
-count up to and including the first that differs from the draft. So the sequence has the bits of
-plain decode, whatever the draft says.
+With speculative decoding, a forward takes up to Q queries per sequence (its last token and a draft)
+and samples at every position with the random bits of that position (`verify_inputs`,
+`take_verified`). Samples are accepted up to and including the first that differs from the draft, so
+the sequence is bitwise equal to plain decode for any draft.
 
-Each step can be in a CUDA graph. `rollout.stopping` decides on the host when a sequence ends, some
-forwards later. The device ends it at a stop id, at its limit and at broken logits; stop strings and
-stop ids beyond MAX_STOP_IDS are left to the host. Legend: as in `kernels.decode_state`.
+All steps can be captured in a CUDA graph. The host decides a few forwards later when a sequence
+ends (`rollout.stopping`). The device ends it at a stop id, at its limit or at non-finite logits;
+stop strings and stop ids beyond MAX_STOP_IDS are left to the host. Legend: `kernels.decode_state`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from jetrl.kernels.sampling import random_bits
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """Return the inputs of the next forward of the sequences in slots rows, int64 [B]."""
+    """Return the inputs of the next forward for the sequences in slots `rows`, int64 [B]."""
     if (kernels := kernels_of(rows)) is not None:
         return kernels.next_inputs(state, rows, page_size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
     page = state.tables[rows, position // page_size].long()
-    # The forward of position p draws the token of position p + 1, which is what its bits count.
+    # The forward at position p samples the token at p + 1, so its random bits belong to p + 1.
     bits = random_bits(
         state.seed.expand(len(rows)).numpy(), state.key[rows].numpy(), (position + 1).numpy()
     )
@@ -66,10 +66,10 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """Record a forward's draws, tokens, logprobs and lse [B], and move each sequence on or end it.
+    """Record the tokens, logprobs and lse [B] of a forward, and advance or end each sequence.
 
-    A sequence ends with a stop id, at its limit, and if its lse is not finite. State changes in
-    place; the draws are written to the line of `out.count`, which then counts one more.
+    A sequence ends at a stop id, at its limit, or if its lse is not finite. Updates state in place,
+    writes row `out.count` of the outputs and increments that counter.
     """
     if (kernels := kernels_of(rows)) is not None:
         kernels.take_draws(state, rows, tokens, logprobs, lse, out)
@@ -91,7 +91,7 @@ def take_draws(
 def _ends(
     state: DecodeState, slots: Tensor, tokens: Tensor, positions: Tensor, finite: Tensor
 ) -> Tensor:
-    """Return which draws end their sequence, by the device form of `rollout.stopping`."""
+    """Return the mask of tokens that end their sequence, by the device part of the stop rule."""
     stopped = torch.isin(tokens, state.stops[1 : 1 + int(state.stops[0])])
     return stopped | (positions >= state.limit[slots]) | ~finite
 
