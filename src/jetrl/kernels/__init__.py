@@ -1,1 +1,1 @@
-"""The operations next to the GEMM, each with its reference and its Hopper form."""
+"""Operations other than GEMMs, each with a PyTorch reference and GPU kernels."""

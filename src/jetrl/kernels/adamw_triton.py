@@ -1,7 +1,7 @@
 """`kernels.adamw` in Triton, bitwise equal to the reference; moves 18 bytes per parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

@@ -105,28 +105,28 @@ def verify_inputs(
     width: int,
     size: int,
 ) -> VerifyInputs:
-    """Return the inputs of the next forward of some sequences: last tokens, and drafts behind them.
+    """Return the inputs of the next forward: the last token of each sequence, then draft tokens.
 
-    A draft is cut to the width, to the sequence's last position and to its share of the rows.
+    A draft is truncated to the width, to the sequence's limit and to its share of the rows.
 
     Args:
-        rows: int64 [B], the slot of each sequence.
-        width: the maximum number of queries of a sequence, Q, at most MAX_QUERIES.
-        size: the rows of the forward, R, from B to B * Q.
+        rows: int64 [B], slot of each sequence.
+        width: Q, maximum number of queries per sequence, at most MAX_QUERIES.
+        size: R, number of rows of the forward, from B to B * Q.
     """
     assert len(rows) <= size <= len(rows) * width, f"{size} rows of {len(rows)} sequences"
     if (kernels := kernels_of(rows)) is not None:
         return kernels.verify_inputs(state, draft_text, drafts, rows, page_size, width, size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
-    # The query of position p draws the token of position p + 1, which may be the limit at most.
+    # The query at position p samples the token at p + 1, which must not exceed the limit.
     wanted = torch.minimum(drafts.counts, state.limit[rows] - 1 - position).clamp(0, width - 1)
     wanted = torch.where(active, wanted, 0).int()
     extra = size - int(active.sum())
     drafted = share_rows(wanted, draft_text.quality[rows], extra, int(position.sum()))
     queries = torch.where(active, 1 + drafted, 0)
     first = queries.cumsum(0) - queries if width > 1 else torch.arange(len(rows))
-    # Query by query, and from there to rows.
+    # Compute values per query, then scatter them to rows.
     ahead = torch.arange(width)
     used = ahead < queries[:, None]
     places = (first[:, None] + ahead)[used]
@@ -154,17 +154,17 @@ def verify_inputs(
 
 
 def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor:
-    """Return the number of tokens of each sequence's draft that a forward verifies, int32 [B].
+    """Return the number of draft tokens that a forward verifies per sequence, int32 [B].
 
-    The j-th token of a draft is right with a chance of about s^j, with s the sequence's share of
-    right drafts. The tokens with the highest chances are verified: floor(x / cost) of each
-    sequence, with the largest common x for which there are rows. The remaining rows go to the next
-    tokens of sequences, starting at another one with each turn.
+    Draft token j is accepted with probability about s^j, where s is the acceptance rate of the
+    sequence. The most probable tokens are verified: floor(x / cost) per sequence, with the largest
+    x for which there are enough rows. The remaining rows go to the next token of some sequences,
+    starting at a different one each turn.
 
     Args:
-        wanted: int32 [B], the tokens of each draft that could be verified.
-        quality: int32 [B], from `DraftText`, for each sequence.
-        extra: the rows for tokens of drafts.
+        wanted: int32 [B], length of each draft.
+        quality: int32 [B], `DraftText.quality` of each sequence.
+        extra: number of rows for draft tokens.
     """
     cost = COST_FACTOR * (COST_TOP - quality)
     reach = 0
@@ -174,7 +174,7 @@ def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor
     drafted = torch.minimum(wanted, reach // cost)
     following = torch.minimum(wanted, (reach + 1) // cost) > drafted
     if reach == 2**REACH_BITS - 1:
-        return drafted  # What comes next is too unlikely.
+        return drafted  # The next tokens are too unlikely.
     order = (following.cumsum(0) - 1 + turn) % following.sum().clamp(min=1)
     return drafted + (following & (order < extra - drafted.sum()))
 
@@ -191,10 +191,10 @@ def take_verified(
     out: Verified,
     width: int,
 ) -> None:
-    """Record the draws of a forward that count, and move each sequence past them or end it.
+    """Record the accepted tokens of a forward, and advance or end each sequence.
 
     Also extends draft_text and updates its quality. Takes tokens, int64 [R], and their logprobs and
-    lse, float32 [R]; an lse that is not finite means no draw.
+    lse, float32 [R]; an lse that is not finite means that no token was sampled.
     """
     if (kernels := kernels_of(rows)) is not None:
         kernels.take_verified(
@@ -203,16 +203,16 @@ def take_verified(
         return
     batch = len(rows)
     position, ahead = state.position[rows].long(), torch.arange(width)
-    # From rows to the queries of each sequence; those that do not count read any row.
+    # Gather rows into [B, Q]; unused entries read an arbitrary row.
     places = (inputs.first[:, None] + ahead).clamp(max=len(tokens) - 1)
     drawn, finite = tokens[places].int(), torch.isfinite(lse[places])
-    # Which draws end the sequence; and up to which one all tokens before it were drawn.
+    # Accept tokens up to the first that ends the sequence or differs from the draft.
     ends = _ends(state, rows[:, None], drawn, position[:, None] + 1 + ahead, finite)
     guesses = torch.nn.functional.pad(drafts.tokens, (0, 1), value=NOT_DRAWN)[:, :width]
     goes_on = (drawn == guesses) & ~ends & (ahead + 1 < inputs.queries[:, None])
     counts = 1 + goes_on.int().cumprod(1).sum(1)
     counts = torch.where(inputs.queries > 0, counts, 0)
-    # For the host.
+    # Outputs for the host.
     at, taken = int(out.count), ahead < counts[:, None]
     out.tokens[at, : batch * width] = torch.where(
         taken, torch.where(finite, drawn, BROKEN), NOT_DRAWN
@@ -222,7 +222,7 @@ def take_verified(
     offer = inputs.queries - 1 + 8 * drafts.sources + 32 * hit + 64 * (drafts.counts > 0)
     out.offers[at, :batch] = torch.where(counts > 0, offer, 0).int()
     out.count.add_(1)
-    # The sequences: their text, their last tokens, whether they continue, and how good drafts are.
+    # Update the sequences: text, last token, position, active flag and draft quality.
     live = counts > 0
     slots, last = rows[live], (counts[live] - 1)[:, None]
     extend(draft_text, rows[live], position[live], drawn[live].long(), counts[live])

@@ -139,7 +139,7 @@ class DraftText:
         group: int64 [S], prompt key of each slot: drafts come only from the same prompt.
         quality: int32 [S], recent acceptance rate of first draft tokens, 0 to QUALITY_ONE, which
             sets how the sequences share the rows of a forward.
-        width: tokens per slot row.
+        width: length of a slot row, which ends with an extra UNKNOWN.
     """
 
     text: Tensor
@@ -181,7 +181,7 @@ class DraftText:
 
 @dataclass(frozen=True)
 class Drafts:
-    """One draft per sequence of a forward.
+    """The drafts of a forward, one per sequence.
 
     Attributes:
         tokens: int32 [B, MAX_DRAFT], token ids; arbitrary past the end of a draft.

@@ -1,12 +1,12 @@
-"""`kernels.decode` and `kernels.draft` on Hopper: a kernel before a forward, one after its draws.
+"""`kernels.decode` and `kernels.draft` in Triton: one kernel before a forward, one after sampling.
 
-They are bound by latency: few loads, each waiting for the one before. A lane has a row of plain
-decode, or a sequence when drafts are verified. A kernel is one program if it increments the counter
-of forwards, or shares rows among sequences.
+These kernels are latency-bound: a few dependent loads. Each lane handles one row of plain decode,
+or one sequence when drafts are verified. Kernels that increment the counter of forwards or share
+rows among sequences run as a single program.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jetrl.kernels.decode_state import (
     VerifyInputs,
 )
 
-# The constants of `decode_state`, as kernels read them.
+# The constants of `decode_state` as constexprs.
 NOT_DRAWN, BROKEN = tl.constexpr(decode_state.NOT_DRAWN), tl.constexpr(decode_state.BROKEN)
 MAX_DRAFT, LAG = tl.constexpr(decode_state.MAX_DRAFT), tl.constexpr(decode_state.LAG)
 FIRST, SECOND = (tl.constexpr(order) for order in decode_state.ORDERS)
@@ -41,7 +41,7 @@ COST_TOP = tl.constexpr(decode_state.COST_TOP)
 
 @triton.jit
 def random_bits(seed, key, position):
-    """Return the random bits of draws, int64 [...], as `kernels.sampling.random_bits`."""
+    """Return random bits, int64 [...], equal to those of `kernels.sampling.random_bits`."""
     low: tl.constexpr = 0xFFFFFFFF
     c0, c1, _, _ = tl.philox(
         seed,
@@ -60,8 +60,8 @@ def _inputs_kernel(
     token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
     count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather a forward's `DecodeInputs` from the slots of `rows_ptr`, one row in each lane."""
-    # Loads depend on each other three deep: row -> slot -> position -> page.
+    """Gather the `DecodeInputs` of a forward from the slots in `rows_ptr`, one row per lane."""
+    # The chain of dependent loads: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -71,12 +71,12 @@ def _inputs_kernel(
     page = tl.load(tables_ptr + slot * width + position // PAGE, mask=active, other=0)
     place = page.to(tl.int64) * PAGE + position % PAGE
 
-    # The forward of position p draws the token of position p + 1, which is what its bits count.
+    # The forward at position p samples the token at p + 1, so its random bits belong to p + 1.
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
     bits = random_bits(seed, key, position.to(tl.int64) + 1)
 
-    # Every row is written, since the buffers are new: one that is not active as such.
+    # The buffers are uninitialized, so inactive rows are written too.
     tl.store(token_ids_ptr + row, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + row, position.to(tl.int64), mask=mask)
     tl.store(slots_ptr + row, tl.where(active, place, -1), mask=mask)
@@ -90,13 +90,13 @@ def _take_kernel(
     tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
     count, lines, out_width, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Record a forward's draws in line `out_count`, and move each sequence on or end it."""
-    row = tl.arange(0, LANES)  # a single program: it moves the counter on
+    """Record the tokens of a forward in row `out_count`, and advance or end each sequence."""
+    row = tl.arange(0, LANES)  # a single program, since it increments the counter
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
 
-    # For the host: the token, or why there is none.
+    # For the host: the token, or the reason that there is none.
     token = tl.load(tokens_ptr + row, mask=active, other=0).to(tl.int32)
     logprob = tl.load(logprobs_ptr + row, mask=active, other=0.0)
     lse = tl.load(lse_ptr + row, mask=active, other=0.0)
@@ -107,8 +107,8 @@ def _take_kernel(
     tl.store(out_tokens_ptr + at * out_width + row, written, mask=kept)
     tl.store(out_logprobs_ptr + at * out_width + row, logprob, mask=kept)
 
-    # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it. Stop
-    # ids are one list for all rows, so each is a scalar load that every lane compares with.
+    # End sequences by the device part of the stop rule (`rollout.stopping`). Stop ids are shared by
+    # all rows, so each is one scalar load compared in all lanes.
     position = tl.load(position_ptr + slot, mask=active, other=0) + 1
     runs_on = finite & (position < tl.load(limit_ptr + slot, mask=active, other=0))
     for i in range(0, tl.load(stops_ptr)):
@@ -122,7 +122,7 @@ def _take_kernel(
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """`kernels.decode.next_inputs` on Hopper."""
+    """`kernels.decode.next_inputs` in Triton."""
     count = _count(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -138,7 +138,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """`kernels.decode.take_draws` on Hopper."""
+    """`kernels.decode.take_draws` in Triton."""
     count = _count(rows)
     lines, out_width = out.tokens.shape
     _take_kernel[(1,)](
@@ -149,18 +149,18 @@ def take_draws(
 
 
 def _count(rows: Tensor) -> int:
-    """Check that rows are contiguous int64 slots, at most MAX_ROWS, and return their number."""
+    """Check that rows are contiguous int64 slots, at most MAX_ROWS, and return their count."""
     assert (rows.dtype, rows.is_contiguous()) == (torch.int64, True)
     assert 1 <= len(rows) <= MAX_ROWS, f"{len(rows)} rows"
     return len(rows)
 
 
-_LANES = 32  # rows of a program: a warp's, so that many programs wait side by side
+_LANES = 32  # rows per program: one warp, so that the latencies of many programs overlap
 
 
 @triton.jit
 def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
-    """Return table entries of n-grams in int32 text, as `draft.ngram_entry`, int64 [LANES]."""
+    """Return table indices of n-grams in int32 text, int64 [LANES], as `draft.ngram_entry`."""
     hashed = group
     for back in tl.static_range(ORDER):
         token = tl.load(text_ptr + last - back, mask=mask, other=0).to(tl.int64)
@@ -171,11 +171,11 @@ def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
 
 @triton.jit
 def _look_up(text_ptr, table_ptr, group, end, position, active, entries, ORDER: tl.constexpr):
-    """Return the earlier place of a sequence's last ORDER tokens, and whether it was found."""
+    """Return the index of an earlier match of the last ORDER tokens, and whether there is one."""
     enough = active & (position >= ORDER - 1)
     entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
-    # What stands there must still be the n-gram: places are written again, hashes collide.
+    # Compare the tokens: text may have been overwritten, and hashes collide.
     same = enough & (place >= ORDER - 1) & (place != end)
     for back in tl.static_range(ORDER):
         there = tl.load(text_ptr + place - back, mask=same, other=-1)
@@ -190,7 +190,7 @@ def _propose_kernel(
     tokens_ptr, counts_ptr, sources_ptr,
     count, size, width, slots, entries, FIRST_ONLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Look up a draft for each row; with FIRST_ONLY only n-grams of the first length count."""
+    """Look up a draft for each row; FIRST_ONLY uses only n-grams of the first length."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -199,7 +199,7 @@ def _propose_kernel(
     group = tl.load(group_ptr + slot, mask=active, other=0)
     end = slot * width + position
 
-    # Both tables at once, so that their loads wait side by side; the longer n-gram goes first.
+    # Search both tables so that the latencies of their loads overlap; prefer the longer n-gram.
     long_place, long_same = _look_up(
         text_ptr, tables_ptr, group, end, position, active, entries, FIRST
     )
@@ -212,7 +212,7 @@ def _propose_kernel(
         place = tl.where(long_same, long_place, short_place)
         alive = long_same | short_same
 
-    # What followed there, up to the first place that holds no token.
+    # Copy the tokens that followed, up to the first UNKNOWN.
     length = tl.zeros([LANES], tl.int32)
     source = tl.where(place >= slots * width, 2, tl.where(place // width == slot, 0, 1))
     tl.store(sources_ptr + row, tl.where(alive, source, 0).to(tl.int32), mask=mask)
@@ -228,7 +228,7 @@ def _propose_kernel(
 def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
-    """`kernels.draft.propose` on Hopper."""
+    """`kernels.draft.propose` in Triton."""
     count = _count(rows)
     tokens = torch.empty(count, decode_state.MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
@@ -241,14 +241,14 @@ def propose(
     return Drafts(tokens, counts, sources)
 
 
-_FORMS = (32, 256, 1024)  # of the kernels' forms; beyond, MAX_ROWS
+_FORMS = (32, 256, 1024)  # lane counts that are compiled; larger ones use MAX_ROWS
 
 
 @triton.jit
 def _shared_rows(wanted, quality, extra, turn, REACH_BITS: tl.constexpr):
-    """Return the tokens of each draft that a forward verifies, as `decode.share_rows`."""
-    # The largest reach for which there are rows, bit by bit from the highest; a loop that is not
-    # unrolled, since each of its divisions is compiled for seconds.
+    """Return the number of draft tokens to verify per sequence, as `decode.share_rows`."""
+    # Find the largest reach that fits the rows, bit by bit from the highest. The loop is not
+    # unrolled: each of its divisions takes seconds to compile.
     cost = COST_FACTOR * (COST_TOP - quality)
     reach = 0
     for i in range(REACH_BITS):
@@ -270,8 +270,8 @@ def _verify_inputs_kernel(
     first_ptr, count, size, pages, width,
     PAGE: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather a forward's `VerifyInputs` from its sequences' slots and their drafts."""
-    row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
+    """Gather the `VerifyInputs` of a forward from slots and drafts, one sequence per lane."""
+    row = tl.arange(0, LANES)  # a single program, since all sequences share the rows
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
@@ -279,7 +279,7 @@ def _verify_inputs_kernel(
     queries = active.to(tl.int32)
     first = row
     if width > 1:
-        # The query of position p draws the token of position p + 1, the limit's at most.
+        # The query at position p samples the token at p + 1, which must not exceed the limit.
         most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
         wanted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
         wanted = tl.minimum(tl.maximum(wanted, 0), width - 1)
@@ -289,7 +289,7 @@ def _verify_inputs_kernel(
         queries += _shared_rows(wanted, quality, extra, turn, REACH_BITS)
         queries = tl.where(active, queries, 0)
         first = tl.cumsum(queries) - queries
-    # A sequence beyond the rows draws nothing: no row lies behind the buffers.
+    # A sequence that does not fit the rows gets no queries, so nothing is written out of bounds.
     queries = tl.where(first + queries <= size, queries, 0)
     length = tl.where(queries > 0, position + queries, 0)
     tl.store(queries_ptr + row, queries, mask=mask)
@@ -299,7 +299,7 @@ def _verify_inputs_kernel(
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
     last = tl.load(token_ptr + slot, mask=active, other=0)
-    # A loop by a number of the launch, since what is unrolled is compiled for seconds.
+    # The trip count is a launch argument: an unrolled loop would take seconds to compile.
     for j in range(width):
         used = j < queries
         at = tl.where(used, position + j, 0)
@@ -308,7 +308,7 @@ def _verify_inputs_kernel(
         page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
         place = page.to(tl.int64) * PAGE + at % PAGE
         bits = random_bits(seed, key, at.to(tl.int64) + 1)
-        # Of one query each, the row of a sequence that is not active is padding where it lies.
+        # With one query per sequence, the row of an inactive sequence is padding in place.
         out = first + j
         written = (used | (mask & (width == 1))) & (out < size)
         tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
@@ -318,7 +318,7 @@ def _verify_inputs_kernel(
         tl.store(keys_ptr + out, length, mask=written)
 
     if width > 1:
-        # Every row is written, since the buffers are new: those behind the last as padding.
+        # The buffers are uninitialized: fill the rows after the last query with padding.
         zero = tl.zeros([LANES], tl.int64)
         for start in range(tl.sum(queries), size, LANES):
             left = start + tl.arange(0, LANES)
@@ -332,7 +332,7 @@ def _verify_inputs_kernel(
 
 @triton.jit
 def _learn(text_ptr, tables_ptr, group, base, end, known, entries):
-    """Enter the n-grams that end at a position of each sequence into the tables."""
+    """Insert the n-grams that end at position `end` of each sequence into the tables."""
     last = base + end
     ok = known & (end >= FIRST - 1)
     entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST)
@@ -353,8 +353,8 @@ def _take_verified_kernel(
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
     count, lines, out_width, offers_width, text_width, entries, width, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Record the draws that count in line `out_count`, and move each sequence on or end it."""
-    row = tl.arange(0, LANES)  # a single program: it moves the counter on
+    """Record the accepted tokens in row `out_count`, and advance or end each sequence."""
+    row = tl.arange(0, LANES)  # a single program, since it increments the counter
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     queries = tl.load(queries_ptr + row, mask=mask, other=0)
@@ -369,7 +369,7 @@ def _take_verified_kernel(
     kept = mask & (at < lines)
     num_stops = tl.load(stops_ptr)
 
-    # Draw by draw, as long as each is what the draft said and ends nothing.
+    # Accept tokens one by one while they match the draft and do not end the sequence.
     alive = active
     taken = tl.zeros([LANES], tl.int32)
     last_token = tl.zeros([LANES], tl.int32)
@@ -386,14 +386,14 @@ def _take_verified_kernel(
         tl.store(out_logprobs_ptr + at * out_width + place, logprob, mask=kept)
         tl.store(text_ptr + base + position + 1 + j, token, mask=alive)
 
-        # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it.
+        # The device part of the stop rule (`rollout.stopping`).
         goes_on = finite & (position + 1 + j < limit)
         for i in range(0, num_stops):
             goes_on = goes_on & (token != tl.load(stops_ptr + 1 + i))
         taken += alive.to(tl.int32)
         last_token = tl.where(alive, token, last_token)
         runs_on = tl.where(alive, goes_on, runs_on)
-        # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
+        # Insert the n-gram that ends LAG tokens earlier: earlier forwards wrote its tokens.
         end = position + 1 + j - LAG
         _learn(text_ptr, tables_ptr, group, base, end, alive, entries)
         drafted = alive & (j < MAX_DRAFT)
@@ -410,7 +410,7 @@ def _take_verified_kernel(
     offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
     tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=kept)
 
-    # How good the drafts are: a mean that forgets 2**-QUALITY_SHIFT of itself with each draft.
+    # Draft quality: a moving average that decays by 2**-QUALITY_SHIFT per draft.
     before = tl.load(quality_ptr + slot, mask=active, other=0)
     after = before + ((QUALITY_ONE * hit.to(tl.int32) - before) >> QUALITY_SHIFT)
     tl.store(quality_ptr + slot, after, mask=active & offered)
@@ -428,7 +428,7 @@ def verify_inputs(
     width: int,
     size: int,
 ) -> VerifyInputs:
-    """`kernels.decode.verify_inputs` on Hopper."""
+    """`kernels.decode.verify_inputs` in Triton."""
     count = _count(rows)
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
@@ -457,7 +457,7 @@ def take_verified(
     out: Verified,
     width: int,
 ) -> None:
-    """`kernels.decode.take_verified` on Hopper."""
+    """`kernels.decode.take_verified` in Triton."""
     count = _count(rows)
     lines, out_width = out.tokens.shape
     _take_verified_kernel[(1,)](
@@ -471,5 +471,5 @@ def take_verified(
 
 
 def _lanes(count: int) -> int:
-    """Return the lanes of a kernel: one of few sizes, since each is compiled."""
+    """Return the number of lanes, rounded up to one of a few sizes that are compiled."""
     return next((lanes for lanes in _FORMS if count <= lanes), MAX_ROWS)

@@ -1,14 +1,14 @@
-"""Drafts from text: the tokens that followed earlier occurrences of a sequence's last tokens.
+"""N-gram drafts: the tokens that followed an earlier occurrence of a sequence's last tokens.
 
-The last three tokens, or else two, are looked up in a table of n-grams of the same prompt: the
-sequence's own text, that of the prompt's other samples, and completions of earlier calls.
+The last three tokens, or else the last two, are looked up in a table of n-grams for the same
+prompt: the sequence's own text, other samples of the prompt, and completions of earlier calls.
 
     drafts = propose(draft_text, state, rows)         before a forward
-    extend(draft_text, ...)                           with the draws of a forward
+    extend(draft_text, ...)                           with the tokens of a forward
     remember(draft_text, places, tokens, groups)      with text from the host
 
-No step needs to be exact, since every token of a draft is drawn again (`kernels.decode`). Legend:
-as in `kernels.decode_state`.
+No step needs to be exact, since every draft token is verified (`kernels.decode`). Legend:
+`kernels.decode_state`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from jetrl.kernels.decode_state import (
 def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
-    """Return a draft for the sequence of each row, whose slots are rows, int64 [B].
+    """Return one draft per sequence for the slots `rows`, int64 [B].
 
     Args:
-        longest_only: whether only the longest n-grams lead to a draft.
+        longest_only: use only the longest n-grams if True.
     """
     if (kernels := kernels_of(rows)) is not None:
         return kernels.propose(draft_text, state, rows, longest_only)
@@ -50,7 +50,7 @@ def propose(
         enough = (state.active[rows] > 0) & (state.position[rows] >= order - 1)
         last = torch.where(enough, end, order - 1)
         entry = table[ngram_entry(draft_text, draft_text.group[rows], last, order)].long()
-        # What stands there must still be the n-gram: places are written again, hashes collide.
+        # Compare the tokens: text may have been overwritten, and hashes collide.
         same = enough & (entry >= order - 1) & (entry != last)
         for back in range(order):
             same &= text[(entry - back).clamp(min=0)] == text[last - back]
@@ -65,11 +65,11 @@ def propose(
 
 
 def ngram_entry(draft_text: DraftText, groups: Tensor, last: Tensor, order: int) -> Tensor:
-    """Return table entries, int64 [M], of n-grams of `order` tokens.
+    """Return the table index of each n-gram of `order` tokens, int64 [M].
 
     Args:
-        groups: int64 [M], the prompts' keys.
-        last: int64 [M], the place of each n-gram's last token.
+        groups: int64 [M], prompt keys.
+        last: int64 [M], index in the text of the last token of each n-gram.
     """
     hashed = groups
     for back in range(order):
@@ -81,18 +81,18 @@ def ngram_entry(draft_text: DraftText, groups: Tensor, last: Tensor, order: int)
 def extend(
     draft_text: DraftText, rows: Tensor, position: Tensor, tokens: Tensor, counts: Tensor
 ) -> None:
-    """Append the tokens that a forward drew to their sequences' text, and learn older n-grams.
+    """Append sampled tokens to the text of their sequences, and insert n-grams of older tokens.
 
     Args:
-        position: int64 [B], the position of each sequence's last token before the forward.
-        tokens: int64 [B, Q], the tokens drawn.
-        counts: int64 [B], how many of them count, 0 for a row that is not active.
+        position: int64 [B], position of each sequence's last token before the forward.
+        tokens: int64 [B, Q], sampled tokens.
+        counts: int64 [B], number of accepted tokens, 0 for an inactive row.
     """
     base, ahead = rows * draft_text.width, torch.arange(tokens.shape[1])
     new = ahead < counts[:, None]
     places = (base + position + 1)[:, None] + ahead
     draft_text.text[places[new]] = tokens[new].int()
-    # Each new token completes what follows the n-gram that ends LAG tokens before it.
+    # Each new token is the last of the LAG tokens that must follow an n-gram.
     ends = (position + 1 - LAG)[:, None] + ahead
     groups = draft_text.group[rows][:, None].expand_as(ends)
     for table, order in zip(draft_text.tables, ORDERS, strict=True):
@@ -104,25 +104,25 @@ def extend(
 def remember(
     draft_text: DraftText, places: Tensor, tokens: Tensor, groups: Tensor, lag: int
 ) -> None:
-    """Write text from the host and learn its n-grams, with torch on every device.
+    """Write text from the host and insert its n-grams, in PyTorch on every device.
 
     Args:
-        places: int64 [M], the place of each token; pieces of text are consecutive places.
-        tokens: int64 [M], token ids, and UNKNOWN for the end of a piece.
-        groups: int64 [M], the key of the prompt that each token belongs to.
-        lag: tokens that must follow an n-gram: LAG for a sequence that `extend` continues, 1 for a
-            completion that has ended.
+        places: int64 [M], index in the text of each token; a segment of text is contiguous.
+        tokens: int64 [M], token ids; UNKNOWN ends a segment.
+        groups: int64 [M], prompt key of each token.
+        lag: number of tokens that must follow an n-gram: LAG for a sequence that `extend`
+            continues, 1 for a finished completion.
     """
     draft_text.text[places] = tokens.int()
     for table, order in zip(draft_text.tables, ORDERS, strict=True):
         window = order + lag
         if len(places) < window:
             continue
-        # An n-gram and what follows it have to be one piece of this text.
+        # An n-gram and the `lag` tokens after it must be in one segment.
         first, end = slice(0, len(places) - window + 1), slice(window - 1, len(places))
         known = (tokens.unfold(0, window, 1) >= 0).all(1)
         known &= (places[end] - places[first] == window - 1) & (groups[end] == groups[first])
         last = places[first] + order - 1
         entry = ngram_entry(draft_text, groups[first], last, order)
-        # The others go to one entry as UNKNOWN, so that nothing waits for their number.
+        # Other n-grams write UNKNOWN to entry 0, which avoids a host sync for their number.
         table[torch.where(known, entry, 0)] = torch.where(known, last, UNKNOWN).int()

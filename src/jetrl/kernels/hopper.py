@@ -1,6 +1,6 @@
-"""The table of Hopper's kernels: one name for each entry of `kernels.backend.Kernels`."""
+"""Kernel table of the Hopper backend: the names that `kernels.backend.Kernels` declares."""
 
-# ruff: noqa: F401, I001  (names for the protocol, in few lines)
+# ruff: noqa: F401, I001  (re-exports for the protocol)
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Log-probs of chosen tokens, and moments over all tokens, from float32 logits.
+"""Log-probs of chosen tokens, and moments of the distribution, from float32 logits.
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-The moments are the mean (the entropy) and the variance of -logp of a drawn token. Sampler and
-trainer both get their log-probs here. The sum is exact (`precision.exact`), so a row's bits depend
-only on that row.
+The moments are the mean (the entropy) and the variance of -logp over the vocabulary. Sampler and
+trainer both compute log-probs here. The sum is exact (`precision.exact`), so the bits of a row
+depend only on that row.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from jetrl.kernels.backend import kernels_of
 from jetrl.precision.exact import exp_nonpositive, log_positive
 
-_MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
+_MASS_GRID = 2.0**30  # exp(z - m) <= 1, so float64 adds 2**23 terms on this grid exactly
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return z - m [R, V], exp(z - m) [R, V] and lse [R, 1], float32, for logits [R, V].
 
     Args:
-        temperature: float32 [R, 1]; a tensor, because torch may turn division by a number into a
-            product with its inverse, which has other bits.
+        temperature: float32 [R, 1]; a tensor, because torch may turn division by a scalar into
+            multiplication by its inverse, which rounds differently.
     """
     z = logits / temperature
     shifted = z - z.amax(-1, keepdim=True)
     mass = exp_nonpositive(shifted)
-    # On the grid each term is an integer of at most 31 bits: float64 adds them without rounding.
+    # On the grid each term is an integer of at most 31 bits, so float64 adds them exactly.
     total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
     return shifted, mass, log_positive(total).float()
 
@@ -38,7 +38,7 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 def chosen_logprobs_ref(
     logits: Tensor, chosen: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and moments: the specification of the kernels."""
+    """Return log-probs and moments; the reference for all kernels."""
     shifted, mass, lse = log_softmax_parts(logits, temperature)
     logprobs = (shifted.gather(-1, chosen[:, None]) - lse).squeeze(-1)
     # A token of probability 0 has z - m = -inf, and 0 * -inf would be NaN.
@@ -46,7 +46,7 @@ def chosen_logprobs_ref(
     weighted, total = mass * finite, lse.exp()
     mean = weighted.sum(-1, keepdim=True) / total
     square = (weighted * finite).sum(-1, keepdim=True) / total
-    # Of z - m instead of -logp: lse, their difference, varies with no token.
+    # The variance of z - m equals that of -logp, since lse is the same for all tokens.
     variance = (square - mean.square()).clamp(min=0.0)
     return logprobs, torch.stack(((lse - mean).squeeze(-1), variance.squeeze(-1)))
 
@@ -55,8 +55,8 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
     """Return log-probs of chosen tokens [R] under softmax(logits / temperature), and moments.
 
     Returns:
-        Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], which are not:
-        entropies in nats, and variances of -logp in nats^2.
+        Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], not
+        differentiable: entropy in nats, and variance of -logp in nats^2.
     """
     if (kernels := kernels_of(logits)) is not None:
         return kernels.chosen_logprobs(logits, chosen, temperature)

@@ -1,19 +1,19 @@
-"""`kernels.logprob` on Hopper, from logits or straight from hidden states.
+"""`kernels.logprob` in Triton, from logits or directly from hidden states.
 
-One program per row reads its logits once. Each lane keeps a running maximum and sums over its
-quadruples of neighboring columns; lanes are combined at the end. BLOCK and the number of warps are
-pinned, so a row's bits depend only on that row, and the sampler, whose programs share the lanes of
-a row (`sampling_triton`), gets the trainer's log-probs bit for bit. exp is the hardware's exp2
-(relative error near 2**-22).
+One program per row reads its logits once. Each lane keeps a running maximum and running sums over
+groups of four neighboring columns; lanes are combined at the end. BLOCK and the number of warps are
+pinned, so the bits of a row depend only on that row, and the sampler, which splits the lanes of a
+row over programs (`sampling_triton`), gets log-probs bitwise equal to the trainer's. exp uses the
+hardware exp2 (relative error near 2**-22).
 
-`lm_head_logprobs` never holds float32 logits of more than one chunk of rows. Forward reduces a
-chunk's logits and, for backward, turns them into the gradient of each row's log-prob in BF16. Two
-GEMMs follow in backward; with `recompute` a third makes the logits again, and nothing is kept.
-Chunks change no bit of a row.
+`lm_head_logprobs` materializes float32 logits for one chunk of rows at a time. Forward reduces them
+and, for backward, turns them into the BF16 gradient of each row's log-prob. Backward then needs two
+GEMMs; with `recompute` it needs a third for the logits, and nothing is saved. The chunk size
+changes no bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from jetrl.precision.gemm import bf16_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.triton.bf16 import pinned_bf16_reductions
 
-# Pinned: the bits of every log-prob depend on both.
+# Pinned: the bits of log-probs depend on both.
 BLOCK = 4096
 NUM_WARPS = 8
-_CHUNK_GRADIENTS = 2**30  # gradients of logits, BF16, that one GEMM of backward reads
+_CHUNK_GRADIENTS = 2**30  # BF16 logit gradients per GEMM in backward
 
 
 @triton.jit
@@ -49,18 +49,18 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr):
     """Return each lane's max z, and its sums of e = exp(z - max), e (z - max) and e (z - max)^2.
 
-    A lane is four neighboring columns of each block: one 16-byte load. Its results do not depend on
-    the program's other lanes. `columns`, int32 [L, 4], are the lanes' columns of the first block.
+    A lane reads four neighboring columns per block, one 16-byte load, and is independent of the
+    other lanes. `columns`, int32 [L, 4], are the columns of each lane in the first block.
     """
-    # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
-    # warps would have to meet for.
+    # Each lane keeps its own running maximum, so the loop has no reduction across lanes, which
+    # would need a barrier.
     lane_max = tl.full([columns.shape[0]], -1e30, tl.float32)  # finite: -inf - -inf would be NaN
     lane_sum = tl.zeros([columns.shape[0]], tl.float32)
     lane_moment = tl.zeros([columns.shape[0]], tl.float32)
     lane_square = tl.zeros([columns.shape[0]], tl.float32)
     for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
-        # A larger maximum scales what has been summed by exp(step), and moves the moments' origin.
+        # For a larger maximum, rescale the sums by exp(step) and shift the origin of the moments.
         larger = tl.maximum(lane_max, tl.max(z, 1))
         step = lane_max - larger
         kept = tl.math.exp2(step * LOG2_E)
@@ -78,16 +78,16 @@ def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.conste
 
 @triton.jit
 def moved_square(lane_sum, lane_moment, lane_square, step, kept):
-    """Return sums of e (z - max)^2 for a maximum that is larger by -step, kept = exp(step)."""
-    # kept comes first: step may be so large that its square has no float32, and then kept is 0.
+    """Return sums of e (z - max)^2 after the maximum grew by -step; kept = exp(step)."""
+    # Multiply by kept first: the square of a large step overflows float32, and kept is then 0.
     return kept * lane_square + kept * step * (2.0 * lane_moment + step * lane_sum)
 
 
 @triton.jit
 def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
-    """Return max z, lse, and the mean and variance of z - max, from all lanes [BLOCK / 4] of a row.
+    """Return max z, lse, and the mean and variance of z - max from a row's lanes [BLOCK / 4].
 
-    BLOCK, the number of warps and the layout of lanes pin the order of these sums.
+    BLOCK, the number of warps and the lane layout fix the order of these sums.
     """
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
@@ -95,7 +95,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
     total = tl.sum(lane_sum * kept, 0)
     moment = tl.sum(kept * (lane_moment + step * lane_sum), 0)
     square = tl.sum(moved_square(lane_sum, lane_moment, lane_square, step, kept), 0)
-    # Without a positive total (a row of -inf or NaN) the softmax is undefined: NaN tells the host.
+    # Without a positive total (a row of -inf or NaN) the softmax is undefined: signal it by NaN.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
     mean = tl.math.div_rn(moment, total)
     variance = tl.maximum(tl.math.div_rn(square, total) - mean * mean, 0.0)
@@ -104,7 +104,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
 
 @triton.jit
 def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
-    """Return max z, lse, and the mean and variance of z - max, float32 scalars, in one read."""
+    """Return max z, lse, and the mean and variance of z - max, float32 scalars, in one pass."""
     columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     lane_max, lane_sum, lane_moment, lane_square = lane_statistics(
         row_ptr, columns, num_columns, temperature, BLOCK
@@ -117,11 +117,11 @@ def _forward_kernel(
     logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, variance_ptr, max_ptr, lse_ptr, num_columns,
     temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's log-prob and moments, and for backward max z and the log-sum-exp above it."""
+    """Write log-prob and moments of a row, and, for backward, max z and lse."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     row_max, lse, mean, variance = row_statistics(row_ptr, num_columns, temperature, BLOCK)
-    # In this order, as the sampler subtracts: (z - max) - lse.
+    # In the sampler's order: (z - max) - lse.
     chosen = tl.load(row_ptr + tl.load(chosen_ptr + row))
     tl.store(logprobs_ptr + row, (tl.math.div_rn(chosen, temperature) - row_max) - lse)
     tl.store(entropy_ptr + row, lse - mean)
@@ -135,15 +135,15 @@ def _backward_kernel(
     logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
     num_columns, column_blocks, temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
+    """Write the gradient of BLOCK logits of a row: (one_hot(chosen) - softmax) * dlogp / t.
 
-    Reads max z and lse of each row, float32 [R]; writes float32 or bfloat16 [R, num_columns].
+    Reads max z and lse per row, float32 [R]; writes float32 or bfloat16 [R, num_columns].
     """
     row, block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     columns = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
-    # The row's statistics are known, so blocks of a row need nothing of each other.
+    # The statistics of the row are known, so its blocks are independent.
     share = tl.math.exp2(((z - tl.load(max_ptr + row)) - tl.load(lse_ptr + row)) * LOG2_E)
     chosen = tl.where(columns == tl.load(chosen_ptr + row), 1.0, 0.0)
     gradient = (chosen - share) * tl.math.div_rn(tl.load(grad_ptr + row), temperature)
@@ -152,7 +152,7 @@ def _backward_kernel(
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`kernels.logprob.chosen_logprobs` on Hopper."""
+    """`kernels.logprob.chosen_logprobs` in Triton."""
     return _ChosenLogprobs.apply(logits, chosen, temperature)
 
 
@@ -171,12 +171,12 @@ def lm_head_logprobs(
 
     Args:
         hidden: bfloat16 [R, D], differentiable.
-        master: float32 [V, D], the head's master weight, which only receives the gradient.
-        weight: bfloat16 [V, D], master rounded, which the product reads.
+        master: float32 [V, D], master weight of the head, which only receives the gradient.
+        weight: bfloat16 [V, D], the rounded master weight, read by the GEMMs.
         chosen: int64 [R], token ids.
-        chunk_rows: rows whose logits are held at a time; changes no bit of the results.
-        recompute: whether backward makes the logits again. Otherwise forward keeps their gradients,
-            2 R V bytes, which saves backward one of three products.
+        chunk_rows: rows whose logits are materialized at a time; changes no bits.
+        recompute: whether backward recomputes the logits. Otherwise forward saves their gradients,
+            2 R V bytes, and backward needs two GEMMs instead of three.
     """
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
@@ -186,7 +186,7 @@ def lm_head_logprobs(
 
 
 def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
-    """Return log-prob, entropy, variance, max z and lse of each row, float32 [5, R]."""
+    """Return log-prob, entropy, variance, max z and lse per row, float32 [5, R]."""
     assert (logits.dtype, logits.is_contiguous()) == (torch.float32, True)
     assert (chosen.dtype, chosen.shape) == (torch.int64, logits.shape[:1])
     assert temperature > 0
@@ -203,7 +203,7 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
 def _logit_gradient(
     logits: Tensor, chosen: Tensor, softmax: Tensor, grad: Tensor, temperature: float, out: Tensor
 ) -> Tensor:
-    """Return out [R, V] filled with the logits' gradient; softmax is max z and lse, [2, R]."""
+    """Fill out [R, V] with the gradient of the logits; softmax holds max z and lse, [2, R]."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
         largest, lse = softmax
@@ -246,8 +246,8 @@ class _HeadLogprobs(torch.autograd.Function):
         keep: bool,
         gradients: Gradients,
     ) -> tuple[Tensor, Tensor]:
-        # A chunk's logits live for one pass: reduced to numbers of a row and, to be kept, turned
-        # into the gradient of each row's log-prob, which backward scales by what arrives.
+        # Reduce the logits of each chunk and, unless recomputing, save the gradient of each row's
+        # log-prob, which backward scales by the incoming gradient.
         results = torch.empty(5, len(chosen), dtype=torch.float32, device=hidden.device)
         kept = hidden.new_empty(len(chosen), len(weight)) if keep else None
         ones = torch.ones_like(results[0])
@@ -259,7 +259,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 _logit_gradient(
                     logits, chosen[rows], reduced[3:], ones[rows], temperature, kept[rows]
                 )
-            del logits  # before the next chunk's are made
+            del logits  # free them before the next chunk
         logprobs, moments = results[0], results[1:3]
         ctx.save_for_backward(hidden, weight, chosen, results[3:], kept)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
@@ -287,11 +287,11 @@ class _HeadLogprobs(torch.autograd.Function):
                     ctx.temperature, torch.empty_like(logits, dtype=torch.bfloat16),
                 )  # fmt: skip
                 del logits
-            # `gradient` is per unit of each row's log-prob: the incoming gradient scales rows of
-            # the small matrices instead of it, after the product or before.
+            # `gradient` is for a unit gradient of the log-prob. The incoming gradient scales the
+            # rows of the smaller matrices instead: after the first GEMM, before the second.
             scale = grad[rows, None]
             if dhidden is not None:
-                with pinned_bf16_reductions():  # where cuBLAS splits K depends on the GPU
+                with pinned_bf16_reductions():  # the K split of cuBLAS depends on the GPU
                     torch.mul(torch.mm(gradient, weight), scale, out=dhidden[rows])
             if dweight is not None:
                 scaled = (hidden[rows] * scale).bfloat16()

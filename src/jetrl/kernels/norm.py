@@ -1,13 +1,13 @@
-"""RMSNorm, and the sums of squares of a gradient norm.
+"""RMSNorm, and sums of squares for gradient norms.
 
-    y = x / sqrt(mean(x**2) + eps) * weight      row by row, rounded once to x's dtype
+    y = x / sqrt(mean(x**2) + eps) * weight      per row, rounded once to the dtype of x
 
-RMSNorm's sum of squares is exact (`precision.exact`), so a row has the same bits on every device
-and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization
+The sum of squares in RMSNorm is exact (`precision.exact`), so a row has the same bits on every
+device and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization
 (arXiv 1910.07467).
 
-`block_squares` sums blocks of 128 rows, so gradients divided among ranks in whole blocks have the
-norm of one process, bit for bit.
+`block_squares` sums blocks of 128 rows, so sharding gradients in whole blocks leaves the gradient
+norm bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jetrl.precision.exact import sum_of_squares
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm of each row and each row's inverse rms: the specification of the kernels."""
+    """Return RMSNorm and inverse rms of each row; the reference for all kernels."""
     mean = sum_of_squares(x) / x.shape[-1]
     inverse_rms = (1.0 / (mean + eps).sqrt()).float()
     return (x.float() * inverse_rms * weight.float()).to(x.dtype), inverse_rms
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: bfloat16 or float32.
-        weight: [D], already rounded to x's dtype; the gradient passes through that rounding.
+        weight: [D], already rounded to the dtype of x; the gradient is straight-through.
     """
     if (kernels := kernels_of(x)) is not None and x.dtype == torch.bfloat16:
         return kernels.rms_norm(x, weight, eps)
@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         dy, normed = grads[0].float(), x.float() * inverse_rms
         scaled = dy * weight.float()
-        # The rms depends on every value of the row: its part takes out what lies along the row.
+        # The rms depends on all values of the row; its gradient removes the component along x.
         dx = inverse_rms * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         dw = (dy * normed).flatten(0, -2).sum(0)
         return dx.to(x.dtype), dw.to(weight.dtype), None
@@ -62,10 +62,10 @@ BLOCK_ROWS = 128
 
 
 def block_squares(x: Tensor) -> Tensor:
-    """Return sums of squares of each block of 128 rows, [ceil(N / 128), P] with P parts per block.
+    """Return sums of squares per block of 128 rows, [ceil(N / 128), P], with P terms per block.
 
-    The parts are float64 and one per block on a CPU, float32 and more on a GPU. Takes x, float32
-    [N, K]; any other shape is one block.
+    A CPU returns one float64 term, a GPU several float32 terms. Takes x, float32 [N, K]; any other
+    shape is one block.
     """
     if x.dim() != 2:
         x = x.reshape(1, -1)

@@ -1,16 +1,16 @@
-"""`kernels.norm` on Hopper: RMSNorm fused with the residual add before it and the codes after it.
+"""`kernels.norm` in Triton: RMSNorm fused with the preceding residual add and with quantization.
 
-The bits are those of `rms_norm_ref` and `precision.quantize`. The reference's sum of squares is
-exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding
+Results are bitwise equal to `rms_norm_ref` and `precision.quantize`. The reference sums squares
+exactly on a 19-bit grid below the row maximum. Here the same sum is an integer sum: adding
 1.5 * 2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the
-float, and the squares add in int64. The rest is IEEE operations with fusion switched off.
+float, and the squares are added in int64. Everything else is IEEE operations without fusion.
 
-Forward is one kernel with a program per row. In backward a tile kernel makes WGrad's 128 x 128
-groups from the saved sum of x and delta and the inverse rms.
+Forward is one kernel with one program per row. In backward, a tile kernel recomputes the norm from
+the saved x + delta and inverse rms, and quantizes it in the 128 x 128 groups of WGrad.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ from jetrl.precision.triton.quantize import (
 from jetrl.settings.presets import DEFAULT_SCALES
 
 _MAX_WIDTH = 16384
-_FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
-_FEWER_ROWS = 128  # up to these, more than eight warps of INT8 rows cost more than they bring
+_FEW_ROWS = 256  # up to this many rows (a decode step), launch for latency
+_FEWER_ROWS = 128  # up to this many rows, INT8 rows run slower with more than eight warps
 _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
 
 
 @triton.jit
 def grid_factor(amax_bits):
     """Return 2**(19 - e), at most 2**127, for the float32 bits of m * 2**e with m in [0.5, 1)."""
-    # The maximum's exponent field is e + 126; that of the factor is 19 - e + 127.
+    # The exponent field of the maximum is e + 126; that of the factor is 19 - e + 127.
     exponent = tl.minimum(tl.maximum(272 - (amax_bits >> 23), 1), 254)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def grid_squares(x, factor):
-    """Return int64 squares of float32 x, at most 2**38, in units of the grid of factor."""
-    # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
+    """Return int64 squares of float32 x, at most 2**38, on the grid that factor defines."""
+    # Adding 1.5 * 2**23 rounds to nearest even and leaves the integer in the low bits.
     rounded = tl.fma(x, factor, 12582912.0)
     whole = (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
     return whole * whole
@@ -75,18 +75,18 @@ def grid_squares(x, factor):
 @triton.jit
 def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """Return float32 1 / sqrt(mean + eps) for int64 totals of `grid_squares`; NaN, Inf as IEEE."""
-    # In float64, as the reference has it: the total back from grid units, exactly (1 / factor is a
-    # power of two), then each operation rounded once.
+    # In float64, like the reference: scale the total back from grid units, which is exact (1 /
+    # factor is a power of two), then round each operation once.
     exponent = 1150 - (factor.to(tl.int32, bitcast=True) >> 23).to(tl.int64)
     unit = (exponent << 52).to(tl.float64, bitcast=True)
     mean = total.to(tl.float64) * unit * unit
-    # A division of float64 is dozens of instructions; by a power of two a product has its bits.
+    # A float64 division takes dozens of instructions; for a power of two a product is exact too.
     if WIDTH & (WIDTH - 1) == 0:
         mean = mean * (1.0 / WIDTH)
     else:
         mean = mean / WIDTH
     inverse = (1.0 / tl.sqrt(mean + EPS)).to(tl.float32)
-    # Integers know no NaN: one makes the row NaN, an Inf makes its inverse rms 0.
+    # Integers cannot represent NaN or Inf: a NaN makes the row NaN, an Inf makes inverse rms 0.
     special = tl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
     return tl.where(amax_bits >= 0x7F800000, special, inverse)
 
@@ -100,39 +100,39 @@ def _row_kernel(
     EPS: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Add, norm and quantize one row, which stays in registers from its load to its codes.
+    """Add, normalize and quantize one row, which stays in registers throughout.
 
-    Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH up to
-    128s] and scales_ptr float32 with a column for each 128, rows contiguous and groups scale_stride
-    apart. With FEW only latency counts.
+    Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH rounded up
+    to a multiple of 128] and scales_ptr float32, one column per group of 128, with stride 1 along
+    rows and scale_stride between groups. FEW optimizes for latency.
     """
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
-    # The weight is not written by the previous kernel, so few rows load it before they wait. With
-    # many rows the registers that hold it meanwhile would cost programs on the SM.
+    # The previous kernel does not write the weight, so with few rows it is loaded before the wait.
+    # With many rows, its registers would lower occupancy.
     let_next_start()
     if FEW:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     wait_for_previous()
 
-    # The residual stream: rounded to bfloat16 before it is used, as the next block will read it.
+    # Round the residual stream to bfloat16 before use, since the next block reads it that way.
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
         x = round_to_bfloat16(x)
         tl.store(total_ptr + places, x.to(tl.bfloat16), mask=mask)
 
-    # The rms, by an integer sum: the warps' partial sums may meet in any order.
+    # The sum is in integers, so the order in which warps are reduced does not matter.
     amax_bits = tl.max(abs_bits(x), 0)
     factor = grid_factor(amax_bits)
     inverse = inverse_rms_of(tl.sum(grid_squares(x, factor), 0), factor, amax_bits, WIDTH, EPS)
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
 
-    # The norm, rounded to bfloat16 even if only its codes are wanted: the quantizer's input is
-    # the same whether or not the norm is fused with it.
+    # Round the norm to bfloat16 even if only the codes are stored, so that fusion does not change
+    # the input of the quantizer.
     if WRITE_Y or QUANTIZE:
         if not FEW:
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
@@ -158,7 +158,7 @@ def _row_kernel(
             )
 
 
-# As `gluon_wait_for_previous` in `precision.triton.launch`.
+# See `gluon_wait_for_previous` in `precision.triton.launch`.
 _gluon_factor, _gluon_squares = gluon.jit(grid_factor.fn), gluon.jit(grid_squares.fn)
 _gluon_inverse_rms_of = gluon.jit(inverse_rms_of.fn)
 
@@ -169,7 +169,7 @@ def _int8_kernel(
     HAS_DELTA: gl.constexpr, WRITE_Y: gl.constexpr, WRITE_INVERSE: gl.constexpr,
     K: gl.constexpr, EPS: gl.constexpr, FLOOR: gl.constexpr,
 ):  # fmt: skip
-    """Do _row_kernel's work for INT8 codes, in parts as `precision.triton.int8` has them."""
+    """`_row_kernel` for INT8 codes, with the row in parts as in `precision.triton.int8`."""
     LAYOUT: gl.constexpr = part_layout(gl.num_warps())
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     PARTS: gl.constexpr = (K + WIDTH - 1) // WIDTH
@@ -214,10 +214,10 @@ def _tile_kernel(
     num_rows, num_columns, scale_stride, padded_rows, column_blocks,
     RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the norm of one 128 x 128 tile again, and quantize it as one group for WGrad.
+    """Recompute the norm of one 128 x 128 tile and quantize it as one group for WGrad.
 
-    Writes FP8 codes [num_columns, padded_rows], zeros past num_rows, and float32 scales
-    [column_blocks, padded_rows / 128], from bfloat16 x and float32 inverse rms [num_rows].
+    Reads bfloat16 x and float32 inverse rms [num_rows]. Writes FP8 codes [num_columns,
+    padded_rows], zero past num_rows, and float32 scales [column_blocks, padded_rows / 128].
     """
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
@@ -228,7 +228,7 @@ def _tile_kernel(
     else:
         weight = gl.load(weight_ptr + columns)
     weight = weight.to(gl.float32)
-    # The products and their rounding as in _row_kernel: the same bfloat16 in other groups.
+    # Same products and rounding as in _row_kernel, so the bfloat16 values are identical.
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
     tile.store_square_turned(
         y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
@@ -242,28 +242,28 @@ def _backward_kernel(
     num_rows, rows_per_program,
     HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Make dx of some rows, one by one, and their part of dW, float32 [programs, WIDTH]."""
+    """Write dx of rows_per_program rows, and dW per program, float32 [programs, WIDTH]."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros([PADDED], tl.float32)
     first = program * rows_per_program
-    # Two stages: the loads of the next row are under way while this one is reduced.
+    # Two stages: the next row loads while this one is reduced.
     for row in tl.range(first, tl.minimum(first + rows_per_program, num_rows), num_stages=2):
         places = row.to(tl.int64) * WIDTH + columns
         dy = tl.load(dy_ptr + places, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_ptr + row)
         normed = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32) * inverse
         scaled = dy * weight
-        # The rms depends on every value of the row: its part takes out what lies along the row.
+        # The rms depends on all values of the row; its gradient removes the component along x.
         mean = tl.sum(scaled * normed, 0) / WIDTH
         dx = inverse * (scaled - normed * mean)
         if HAS_RESIDUAL:
             dx += tl.load(dresidual_ptr + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + places, dx.to(tl.bfloat16), mask=mask)
         dweight += dy * normed
-    # No atomic additions: the programs' parts are added afterwards in an order that repeats.
+    # No atomics: the sums of all programs are added afterwards in a fixed order.
     tl.store(partial_ptr + program.to(tl.int64) * WIDTH + columns, dweight, mask=mask)
 
 
@@ -271,19 +271,19 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, for_training: bool = False,
     scales: str | None = DEFAULT_SCALES, with_values: bool = False,
 ) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]:  # fmt: skip
-    """Return quantize(rms_norm(x + delta)), whose BF16 result is written only if asked for.
+    """Return quantize(rms_norm(x + delta)), without writing the BF16 norm unless requested.
 
     Args:
         x: bfloat16 [T, D] contiguous, D a multiple of 64.
         weight: bfloat16 [D].
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
-        for_training: whether the inverse rms is kept for backward.
-        scales: "fp32" or "pow2", the quantizer's scales, or None for rows of `precision.int8`.
-        with_values: whether the BF16 result is written as well, for an adapter.
+        for_training: whether to return the inverse rms for backward.
+        scales: "fp32" or "pow2" for FP8 scales, or None for INT8 rows (`precision.int8`).
+        with_values: whether to return the BF16 norm too, for an adapter.
 
     Returns:
-        x + delta [T, D] (x itself without delta); the inverse rms, float32 [T], or None; the norm
-        in 1 x 128 groups [T, D]; and in BF16, or None.
+        x + delta [T, D] (x itself without delta); inverse rms, float32 [T], or None; the norm in
+        1 x 128 groups [T, D]; the norm in BF16, or None.
     """
     _check(x, weight, delta)
     num_rows, width = x.shape
@@ -303,10 +303,10 @@ def rms_norm_quantize(
 def rms_norm_squares(
     total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = DEFAULT_SCALES
 ) -> QTensor:
-    """Return the norm of `rms_norm_quantize` again, from its total and inverse_rms, for WGrad.
+    """Recompute the norm of `rms_norm_quantize` from its total and inverse_rms, for WGrad.
 
     Returns:
-        128 x 128 groups of [T up to a multiple of 128, D], stored with tokens contiguous.
+        128 x 128 groups of [T rounded up to a multiple of 128, D], tokens contiguous.
     """
     _check(total, weight, None)
     num_rows, width = total.shape
@@ -336,7 +336,7 @@ def _launch_rows(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, total: Tensor, y: Tensor | None,
     inverse: Tensor | None, rows: QTensor | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch a program per row; x stands in for each tensor that is not used."""
+    """Launch one program per row; x is a placeholder for unused tensors."""
     num_rows, width = x.shape
     if not num_rows:
         return
@@ -350,7 +350,7 @@ def _launch_rows(
         )  # fmt: skip
         return
     padded, few = max(FP8_BLOCK, _padded(width)), num_rows <= _FEW_ROWS
-    # Twice the warps if rows are few: what one thread has to do is the latency. No bit changes.
+    # Twice the warps for few rows: less work per thread means lower latency. No bits change.
     num_warps = min(16, 2 * _warps(padded)) if few else _warps(padded)
     _row_kernel[(num_rows,)](
         x,
@@ -374,11 +374,10 @@ def rms_norm_backward(
     """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
 
     Args:
-        dy: bfloat16 [T, D] contiguous, the gradient of the norm's result.
-        x: bfloat16 [T, D], the norm's input.
-        inverse_rms: float32 [T], as forward kept it.
-        dresidual: bfloat16 [T, D], the gradient that bypasses the norm, added to dx before
-            rounding.
+        dy: bfloat16 [T, D] contiguous, gradient of the norm's output.
+        x: bfloat16 [T, D], input of the norm.
+        inverse_rms: float32 [T], saved by forward.
+        dresidual: bfloat16 [T, D], gradient that bypasses the norm, added to dx before rounding.
     """
     _check(dy, weight, dresidual)
     assert (x.dtype, x.shape, len(inverse_rms)) == (dy.dtype, dy.shape, len(dy))
@@ -398,7 +397,7 @@ def rms_norm_backward(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`kernels.norm.rms_norm` on Hopper."""
+    """`kernels.norm.rms_norm` in Triton."""
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -419,12 +418,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _padded(width: int) -> int:
-    """Return the width up to a power of two, as `tl.arange` needs."""
+    """Return the width rounded up to a power of two, as `tl.arange` requires."""
     return 1 << (width - 1).bit_length()
 
 
 def _warps(padded: int) -> int:
-    """Return the warps of a row of many: 32 values per thread, at most 8 warps."""
+    """Return the warps per row for many rows: 32 values per thread, at most 8 warps."""
     return min(8, max(1, padded // 1024))
 
 
@@ -437,18 +436,18 @@ def _check(x: Tensor, weight: Tensor, other: Tensor | None) -> None:
 
 
 _BLOCK_ROWS = 128
-_PIECES = 32  # programs per block of rows: just four blocks of rows would leave most of a GPU idle
-_BLOCK = 2048  # elements of a program at one time
+_PIECES = 32  # programs per block of rows, so that a few blocks fill a GPU
+_BLOCK = 2048  # elements per iteration of a program
 
 
 @triton.jit
 def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """Write sums of squares of every PIECES-th part of a block of rows, [blocks, PIECES]."""
+    """Write the sums of squares of a block of rows, in PIECES, [blocks, PIECES]."""
     block, piece = tl.program_id(0), tl.program_id(1)
     first = block.to(tl.int64) * block_elements
     end = tl.minimum(first + block_elements, num_elements)
-    # Which elements a program adds, and in which order, depends on the shape of a block only.
+    # The elements of a program and their order depend only on the shape of a block.
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(piece * BLOCK, block_elements, PIECES * BLOCK):
         places = first + start + tl.arange(0, BLOCK)
@@ -458,7 +457,7 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
 
 
 def block_squares(x: Tensor) -> Tensor:
-    """`kernels.norm.block_squares` on Hopper, float32 [ceil(N / 128), 32]."""
+    """`kernels.norm.block_squares` in Triton, float32 [ceil(N / 128), 32]."""
     assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
     blocks = cdiv(len(x), _BLOCK_ROWS)
     sums = torch.empty(blocks, _PIECES, dtype=torch.float32, device=x.device)

@@ -1,6 +1,6 @@
 """Rotary position embedding in the half-rotation layout of Llama and Qwen.
 
-Source: Su et al., RoFormer (arXiv 2104.09864). Sampling and training read one table of angles.
+Source: Su et al., RoFormer (arXiv 2104.09864). Sampling and training share one table of angles.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from jetrl.precision.quantize import hadamard
 
-_POSITIONS_AT_ONCE = 2**18  # angles in float64 take four times the room of the table
+_POSITIONS_AT_ONCE = 2**18  # limits the float64 temporaries, which are 4x the size of their rows
 
 
 def rotary_table(
     inverse_frequencies: np.ndarray, max_positions: int, attention_factor: float = 1.0
 ) -> Tensor:
-    """Return the cosines and sines of positions from 0 on, float32 [max_positions, 2, D/2].
+    """Return cosines and sines for positions from 0, float32 [max_positions, 2, D/2].
 
     Args:
         inverse_frequencies: float64 [D/2], radians per position.
@@ -25,7 +25,7 @@ def rotary_table(
     table = np.empty((max_positions, 2, len(inverse_frequencies)), np.float32)
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         rows = np.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), dtype=np.float64)
-        # In float64, rounded once at the end: an angle grows to thousands of turns.
+        # In float64, rounded once at the end, since angles grow to thousands of turns.
         angles = np.outer(rows, inverse_frequencies)
         wide = attention_factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
         table[start : start + len(rows)] = wide
@@ -33,11 +33,11 @@ def rotary_table(
 
 
 def rotary(x: Tensor, positions: Tensor, table: Tensor, exponents: Tensor | None = None) -> Tensor:
-    """Return x [T, H, D] rotated by its positions [T], in float32, rounded once to x's dtype.
+    """Return x [T, H, D] rotated by positions [T], in float32, rounded once to the dtype of x.
 
     Args:
         table: float32 [max_positions, 2, D/2], from `rotary_table`.
-        exponents: int8 [H, D/2], smooths the heads too (`smooth`); None: they stay.
+        exponents: int8 [H, D/2] for `smooth`, or None for no smoothing.
     """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     first, second = x.float().chunk(2, dim=-1)
@@ -46,10 +46,10 @@ def rotary(x: Tensor, positions: Tensor, table: Tensor, exponents: Tensor | None
 
 
 def smooth(x: Tensor, exponents: Tensor) -> Tensor:
-    """Return float32 heads x [T, H, D] times 2**exponents, then times a Hadamard matrix.
+    """Return float32 heads x [T, H, D] scaled by 2**exponents, then Hadamard-rotated.
 
-    The matrix has entries of 1 and -1, in blocks of the largest power of two that divides D. Both
-    channels of a rotary pair, i and i + D/2, have the exponent of their pair.
+    The Hadamard matrix has entries 1 and -1, in blocks of the largest power of two that divides D.
+    Both channels of a rotary pair, i and i + D/2, share one exponent.
 
     Args:
         exponents: int8 [H, D/2], from `models.key_smoothing.head_exponents`.

@@ -1,24 +1,23 @@
-"""QK norm, rotary embedding, key smoothing, and the write of quantized keys and values on Hopper.
+"""QK norm, rotary embedding, key smoothing and the KV-cache write, fused, in Gluon.
 
-A program takes 8 or 16 heads of a token. It reads their row of qkv once and writes the rotated
-queries and, at the token's slot, keys and values as the cache stores them: FP8 or INT8 codes with
-one scale per head, or BF16. Slots are places in the pages when sampling, and 0..T-1 of a dense
-array when training. The bits are those of the references (`rms_norm`, `rotary`, `smooth`,
-`quantize_kv`).
+A program handles 8 or 16 heads of a token. It reads their part of the qkv row once and writes the
+rotated queries and, at the token's slot, keys and values in cache format: FP8 or INT8 codes with
+one scale per head, or BF16. Slots index the pages in sampling, and a dense array in training.
+Results are bitwise equal to the references (`rms_norm`, `rotary`, `smooth`, `quantize_kv`).
 
-The kernels are bound by memory if a value costs few instructions, so the layout is explicit
-(Gluon): a head lies as two halves, the pairs that the rotation mixes, in four lanes of a warp, or
-16 when tokens are few, so sums over a head are two shuffles.
+The kernels are memory-bound only with few instructions per value, so the layout is explicit: a head
+is split into two halves, whose elements the rotation pairs, over four lanes of a warp (16 for few
+tokens), so that a sum over a head takes two shuffles.
 
-In backward a program takes eight heads of some tokens. The norm weights' gradients are summed over
-its tokens and heads in registers, and over programs by a second kernel, in the same order on every
-GPU. Gradients need no exact sums, and products may be fused there.
+In backward, a program handles eight heads of several tokens. It sums the gradients of the norm
+weights over its tokens and heads in registers; a second kernel sums over programs, in the same
+order on every GPU. Gradients need no exact sums, so FMA fusion is allowed there.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ from jetrl.precision.triton.launch import gluon_let_next_start, gluon_wait_for_p
 from jetrl.precision.triton.layout import cdiv
 from jetrl.settings.presets import DEFAULT_SCALES
 
-_HEADS = 8  # heads of a program; no bit depends on it
-_FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
-# The largest code of a cache's dtype; of bfloat16, which has no codes, a number that is not used.
+_HEADS = 8  # heads per round of a program; changes no bits
+_FEW_TOKENS = 256  # up to this many tokens (a decode step), launch for latency
+# Largest code of each cache dtype (unused for bfloat16).
 _MAXIMA = {torch.bfloat16: 1.0, **dict(FORMATS.values())}
 
 
 @gluon.constexpr_function
 def _run(pairs, num_warps):
-    """Return how many pairs of a head lie side by side in a thread."""
+    """Return the number of consecutive pairs of a head in one thread."""
     return min(8, pairs // (4 * num_warps))
 
 
@@ -57,10 +56,10 @@ def _log2(x):
 
 @functools.cache
 def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Return the layout of half of _HEADS heads, [_HEADS, D/2], a head in 4 * num_warps lanes."""
-    # Bits of a place, as a linear layout counts them: those inside a run are registers, those of
-    # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
-    # A run of eight bfloat16 is 16 bytes, the widest load.
+    """Return the layout of half-heads [_HEADS, D/2]: each head spans 4 * num_warps lanes."""
+    # Bits of the pair index, as a linear layout counts them: bits within a run are registers, bits
+    # that select a run are lanes, and the remaining high bits are registers again. A run of eight
+    # bfloat16 is 16 bytes, the widest load.
     pairs, lanes = head_dim // 2, 4 * num_warps
     run = _run(pairs, num_warps)
     assert run, f"heads of {head_dim} are too small for {num_warps} warps"
@@ -69,7 +68,7 @@ def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
         return [] if first >= end else [[0, first], *powers(2 * first, end)]
 
     along, heads = powers(run, run * lanes), [[1, 0], [2, 0], [4, 0]]
-    left = 5 - len(along)  # bits of a lane's number that tell heads
+    left = 5 - len(along)  # remaining lane bits, which select the head
     return gl.DistributedLinearLayout(
         powers(1, run) + powers(run * lanes, pairs),
         along + heads[:left],
@@ -81,14 +80,14 @@ def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _head_maxima(first, second):
-    """Return the maximum of |x| of each head, float32 [heads]; NaN if any is."""
+    """Return the maximum of |x| per head, float32 [heads]; NaN propagates."""
     return gl.reduce(tile.larger(gl.abs(first), gl.abs(second)), 1, tile.larger)
 
 
 @gluon.jit
 def _grid_squares(x, factor):
-    """Return the int64 squares of x in units of the grid, as `norm_triton.grid_squares`."""
-    # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
+    """Return int64 squares of x in grid units, as `norm_triton.grid_squares`."""
+    # Adding 1.5 * 2**23 rounds to nearest even and leaves the integer in the low bits.
     rounded = gl.fma(x, factor, gl.full_like(x, 12582912.0))
     whole = (rounded.to(gl.int32, bitcast=True) - 0x4B400000).to(gl.int64)
     return whole * whole
@@ -96,9 +95,9 @@ def _grid_squares(x, factor):
 
 @gluon.jit
 def _inverse_root(x):
-    """Return 1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest."""
-    # The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
-    # third order; then Markstein's corrections. The compiler's `/` and `sqrt` take twice as long.
+    """Return 1 / sqrt(x) of normal float64 x > 0, each operation rounded to nearest."""
+    # The hardware approximation is accurate to 2**-20, and to one ulp after a third-order step;
+    # then Markstein corrections. The compiler's `/` and `sqrt` take twice as long.
     guess = gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=gl.float64, is_pure=True, pack=1
     )
@@ -106,7 +105,7 @@ def _inverse_root(x):
     error = gl.fma(-x, guess * guess, one)
     series = gl.fma(error, gl.full_like(x, 0.375), gl.full_like(x, 0.5))
     guess = gl.fma(series, error * guess, guess)
-    # The root and its correction by what its square lacks; then the inverse, of the rounded root.
+    # Correct the root by the residual of its square, then invert the rounded root.
     root = x * guess
     root = gl.fma(gl.fma(-root, root, x), guess * 0.5, root)
     return gl.fma(gl.fma(-root, guess, one), guess, guess)
@@ -114,28 +113,28 @@ def _inverse_root(x):
 
 @gluon.jit
 def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
-    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_triton`."""
-    # The grid of the head's maximum, on which squares are integers and their sum is exact: the
-    # factor's exponent field is 272 - the maximum's, within what a normal number can have.
+    """Return 1 / rms per head, float32 [heads], by the operations of `norm_triton`."""
+    # On the grid of the head maximum, squares are integers and their sum is exact. The exponent
+    # field of the factor is 272 minus that of the maximum, clamped to normal numbers.
     amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(272 - (amax_bits >> 23), 1), 254)
     factor = (exponent << 23).to(gl.float32, bitcast=True)
     each = factor[:, None] + gl.full_like(first, 0.0)
     total = gl.sum(_grid_squares(first, each) + _grid_squares(second, each), 1)
-    # Back from grid units in float64, and each operation rounded once; D is a power of two.
+    # Scale back from grid units in float64, rounding each operation once; D is a power of two.
     unit = ((1150 - exponent).to(gl.int64) << 52).to(gl.float64, bitcast=True)  # 1 / factor
     mean = total.to(gl.float64) * unit * unit
     mean = mean * gl.full_like(mean, 1.0 / D)
     inverse = _inverse_root(mean + gl.full_like(mean, EPS)).to(gl.float32)
-    # Integers know no NaN: one makes the head NaN, an Inf makes its inverse rms 0.
+    # Integers cannot represent NaN or Inf: a NaN makes the head NaN, an Inf makes inverse rms 0.
     special = gl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
     return gl.where(amax_bits >= 0x7F800000, special, inverse)
 
 
 @gluon.jit
 def _load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the halves [_HEADS, D/2] of some heads of a row [COUNT, D], zeros past its heads."""
-    # Pair i of a head is channels i and i + D / 2, so both of a pair are in one thread.
+    """Load both halves, [_HEADS, D/2], of heads of a row [COUNT, D]; zeros past COUNT."""
+    # Pair i consists of channels i and i + D / 2, so one thread holds both.
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -147,7 +146,7 @@ def _load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYO
 def _store_halves(
     row_ptr, first_head, first, second, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store the halves [_HEADS, D/2] of some heads to a row [COUNT, D], if it has these heads."""
+    """Store both halves, [_HEADS, D/2], of heads to a row [COUNT, D]; skips heads past COUNT."""
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -158,14 +157,14 @@ def _store_halves(
 
 @gluon.jit
 def _angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the cosines and sines of a position, float32 [1, D/2]."""
+    """Load the cosines and sines of a position, float32 [1, D/2]."""
     places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     return gl.load(places)[None, :], gl.load(places + D // 2)[None, :]
 
 
 @gluon.jit
 def _halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the halves of a norm's weight [D], float32 [1, D/2]."""
+    """Load both halves of a norm weight [D], float32 [1, D/2]."""
     places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     first, second = tile.widen(gl.load(places)), tile.widen(gl.load(places + D // 2))
     return first[None, :], second[None, :]
@@ -173,7 +172,7 @@ def _halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_and_subtract(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Do a stage whose pairs lie in one thread."""
+    """Apply a Hadamard stage whose pairs are in one thread."""
     PAIRS: gl.constexpr = x.shape[1]
     blocks = gl.reshape(x, [8, PAIRS // (2 * DISTANCE), 2, DISTANCE])
     even, odd = gl.split(gl.permute(blocks, [0, 1, 3, 2]))
@@ -183,8 +182,8 @@ def _add_and_subtract(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_and_subtract_lanes(x, LANE: gl.constexpr, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Do a stage whose pairs lie in lanes LANE apart."""
-    # The lane of a pair's second value takes the difference: the other's minus its own.
+    """Apply a Hadamard stage whose pairs are LANE lanes apart."""
+    # The lane with the second value of a pair computes the difference: the other minus its own.
     pairs = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     sign = (((pairs // DISTANCE) & 1) << 31)[None, :] + gl.zeros_like(x).to(gl.int32)
     lane = gl.full_like(sign, LANE)
@@ -197,9 +196,9 @@ def _add_and_subtract_lanes(x, LANE: gl.constexpr, DISTANCE: gl.constexpr, LAYOU
 
 @gluon.jit
 def _stage(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return sums and differences of the pairs of x [_HEADS, D/2] that lie DISTANCE apart."""
+    """Return sums and differences of elements of x [_HEADS, D/2] that are DISTANCE apart."""
     RUN: gl.constexpr = _run(x.shape[1], gl.num_warps())
-    END: gl.constexpr = RUN * 4 * gl.num_warps()  # from here on registers again
+    END: gl.constexpr = RUN * 4 * gl.num_warps()  # larger distances are registers again
     if DISTANCE < RUN or END <= DISTANCE:
         y = _add_and_subtract(x, DISTANCE, LAYOUT)
     else:
@@ -209,7 +208,7 @@ def _stage(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _half_hadamard(x, LAYOUT: gl.constexpr):
-    """Return x [_HEADS, D/2] times a Hadamard matrix of 1 and -1, stage by stage."""
+    """Return x [_HEADS, D/2] times a Hadamard matrix with entries 1 and -1."""
     STAGES: gl.constexpr = _log2(x.shape[1])
     for stage in gl.static_range(STAGES):
         x = _stage(x, 1 << stage, LAYOUT)
@@ -218,14 +217,14 @@ def _half_hadamard(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _hadamard(first, second, LAYOUT: gl.constexpr):
-    """Return the halves of heads, float32, times the Hadamard matrix of a head."""
+    """Return both halves, float32, after the Hadamard transform of each head."""
     first, second = _half_hadamard(first, LAYOUT), _half_hadamard(second, LAYOUT)
     return first + second, first - second
 
 
 @gluon.jit
 def _factors(exponents_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the factors of some heads' rotary pairs, float32 [_HEADS, D/2]."""
+    """Load the smoothing factors of rotary pairs, float32 [_HEADS, D/2]."""
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = exponents_ptr + (heads[:, None] * (D // 2) + pairs[None, :])
@@ -239,8 +238,8 @@ def _norm_and_rotate(
     NORM: gl.constexpr, SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the halves of heads in bfloat16: normed with NORM, rotated, smoothed with SMOOTH."""
-    # The norm's output is rounded before the rotation, since the reference has it in bfloat16.
+    """Return bfloat16 halves of heads after the norm (if NORM), rotation and smoothing (SMOOTH)."""
+    # The output of the norm is rounded before the rotation, as in the reference.
     first, second = tile.widen(first), tile.widen(second)
     if NORM:
         inverse = _head_inverse_rms(first, second, D, EPS)[:, None]
@@ -264,7 +263,7 @@ def _store_cache(
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     if QUANTIZE:
-        # One group for each head: its maximum over both halves, its scale, its codes.
+        # One quantization group per head, over both halves.
         first, second = tile.widen(first), tile.widen(second)
         amax = _head_maxima(first, second)
         scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
@@ -282,7 +281,7 @@ def _store_key(
     D: gl.constexpr, EPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
     POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load keys, norm, rotate and smooth them, and store them to a slot."""
+    """Load, normalize, rotate and smooth keys, and store them at a slot."""
     cosine, sine = _angles(table_ptr, position, D, LAYOUT)
     first, second = _load_halves(k_ptr, head, G, D, LAYOUT)
     first, second = _norm_and_rotate(
@@ -304,22 +303,22 @@ def _forward_kernel(
     EPS: gl.constexpr, K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
     POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take eight heads of a token in each of ROUNDS rounds; with two, keys go with their values.
+    """Process eight heads of a token per round; with two ROUNDS, keys and values share a program.
 
     Args:
         qkv_ptr: bfloat16 [T, (H + 2G) * D].
-        exponents_ptr: int8 [H + G, D/2], read with SMOOTH.
-        slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
+        exponents_ptr: int8 [H + G, D/2], read if SMOOTH.
+        slots_ptr: int64 [T], read if HAS_SLOTS; otherwise token t has slot t.
         k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
-        k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
+        k_scales_ptr, v_scales_ptr: float32 [slots, G], written if QUANTIZE.
     """
-    # Programs of a token are neighbors, so that its row is read by them at about the same time.
+    # Neighboring programs share a token, so that its row is in cache.
     Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + (3 - ROUNDS) * KV_PARTS
     token = (gl.program_id(0) // PARTS).to(gl.int64)
     part = gl.program_id(0) % PARTS
-    # Nothing is read before the previous kernel has ended: reading the angles was slower.
+    # Read nothing before the previous kernel has ended: reading the angles early was slower.
     gluon_let_next_start()
     gluon_wait_for_previous()
     position = gl.load(positions_ptr + token)
@@ -345,7 +344,7 @@ def _forward_kernel(
     elif slot >= 0:  # padding has a negative slot
         head = (part - Q_PARTS) % KV_PARTS * 8
         k_ptr, v_ptr = row_ptr + H * D, row_ptr + (H + G) * D
-        # Keys and values: with two rounds both, and the values' loads before the keys' work.
+        # With two rounds, a program has keys and values, and loads the values first.
         if ROUNDS > 1:
             v_first, v_second = _load_halves(v_ptr, head, G, D, LAYOUT)
             _store_key(
@@ -376,18 +375,18 @@ def qk_norm_rotary_cache(
     eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None,
     scales: str = DEFAULT_SCALES, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return normed and rotated queries, bfloat16 [T, H, D], and write keys and values to a cache.
+    """Return normalized, rotated queries, bfloat16 [T, H, D]; write keys and values to the cache.
 
     Args:
         qkv: bfloat16 [T, (H + 2G) * D], contiguous.
         positions: int64 [T].
         table: float32 [positions, 2, D/2], from `rotary_table`.
-        norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
-        cache: pages [P, 64, G, D], or one slot for each token [T, G, D], written.
-        slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
-            tokens' own numbers.
-        scales: "fp32", or "pow2" for scales that are powers of two.
-        exponents: int8 [H + G, D/2], smooths queries and keys (`rotary.smooth`), or None.
+        norm_weights: bfloat16 [D] of the query and key norms, or None without norms.
+        cache: pages [P, 64, G, D], or one slot per token [T, G, D]; written.
+        slots: int64 [T], cache slots, negative for padding (nothing is written); None: token t has
+            slot t.
+        scales: "fp32", or "pow2" for power-of-two scales.
+        exponents: int8 [H + G, D/2] for smoothing of queries and keys (`rotary.smooth`), or None.
     """
     head_dim, groups = cache.head_dim, cache.num_heads
     tokens = qkv.shape[0]
@@ -399,13 +398,13 @@ def qk_norm_rotary_cache(
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    # A kernel takes no None: tensors that it does not read stand for weights, slots and scales.
+    # A kernel cannot take None, so any tensor is a placeholder for unused arguments.
     q_weight, k_weight = norm_weights or (qkv, qkv)
     smooth = exponents is not None
     exponents = _checked(exponents, num_heads + groups, head_dim, qkv)
-    # Few tokens: many small programs, four warps to eight heads. Many: a warp takes 16 heads.
+    # Few tokens: many small programs, four warps per eight heads. Many: one warp per 16 heads.
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
-    # Programs of a token: of its queries, and of its keys and values, together or apart.
+    # Programs per token: for its queries, and for its keys and values, together or separate.
     parts = cdiv(num_heads, _HEADS * rounds) + (3 - rounds) * cdiv(groups, _HEADS)
     _forward_kernel[(tokens * parts,)](
         qkv, positions, table, q_weight, k_weight, exponents,
@@ -422,7 +421,7 @@ def qk_norm_rotary_cache(
 
 
 def _checked(exponents: Tensor | None, heads: int, head_dim: int, other: Tensor) -> Tensor:
-    """Return exponents of the right layout, or for None a tensor that stands for them."""
+    """Return exponents after checking their layout, or `other` as a placeholder for None."""
     if exponents is None:
         return other
     assert (exponents.dtype, exponents.shape) == (torch.int8, (heads, head_dim // 2))
@@ -430,19 +429,19 @@ def _checked(exponents: Tensor | None, heads: int, head_dim: int, other: Tensor)
     return exponents
 
 
-# Tokens of a program: fixed, so that the weights' gradients have the same bits on every GPU.
+# Tokens per program: fixed, so that the weight gradients have the same bits on every GPU.
 _TOKENS = 16
 _NUM_WARPS = 4
-_SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 32 bytes of a row of partial sums: a sector
+_SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 8 columns are 32 bytes, one memory sector
 
 
 @gluon.jit
 def _norm_backward(
     dfirst, dsecond, first, second, first_weight, second_weight, D: gl.constexpr, EPS: gl.constexpr
 ):
-    """Return halves of a head-wise RMSNorm's dx, then halves of dy times the normed input."""
-    # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The mean is taken of
-    # g * x and divided by rms after, so that the two sums over a head do not wait for each other.
+    """Return both halves of dx of a per-head RMSNorm, then of dy times the normalized input."""
+    # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The kernel computes
+    # mean(g * x) and divides by the rms later, so that the two sums over a head are independent.
     first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
     mean_square = gl.sum(first * first + second * second, 1) * (1.0 / D)
     mean_product = gl.sum(first_scaled * first + second_scaled * second, 1) * (1.0 / D)
@@ -462,14 +461,14 @@ def _backward_heads(
     NORM: gl.constexpr, SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take eight query or key heads of some tokens, and their share of the weight's gradient."""
+    """Compute the gradient of eight query or key heads over tokens, and their part of dW."""
     if NORM:
         first_weight, second_weight = _halves_of(weight_ptr, D, LAYOUT)
         first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
         second_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
     if SMOOTH:
         factors = _factors(exponents_ptr, first_head, COUNT, D, LAYOUT)
-    # Pointers move from token to token: 64-bit addresses are computed once.
+    # Advance pointers per token, so that 64-bit addresses are computed once.
     token = first_token.to(gl.int64)
     grad_ptr += token * grad_stride
     x_ptr += token * row_stride
@@ -483,7 +482,7 @@ def _backward_heads(
         if SMOOTH:  # the transpose: the Hadamard matrix is symmetric
             dfirst, dsecond = _hadamard(dfirst, dsecond, LAYOUT)
             dfirst, dsecond = dfirst * factors, dsecond * factors
-        # The rotation turned back, whose matrix is the transpose.
+        # Rotate back: the inverse of a rotation is its transpose.
         cosine, sine = _angles(table_ptr, gl.load(positions_ptr), D, LAYOUT)
         turned = dsecond * cosine - dfirst * sine
         dfirst, dsecond = dfirst * cosine + dsecond * sine, turned
@@ -494,14 +493,14 @@ def _backward_heads(
             )
             first_sum += first_part
             second_sum += second_part
-        # Rounded once, after the norm: between the two gradients stay in float32.
+        # Round once, after the norm: until then the gradients are float32.
         dfirst, dsecond = tile.to_bfloat16(dfirst), tile.to_bfloat16(dsecond)
         _store_halves(out_ptr, first_head, dfirst, dsecond, COUNT, D, LAYOUT)
         grad_ptr += grad_stride
         x_ptr += row_stride
         out_ptr += row_stride
         positions_ptr += 1
-    # Heads past COUNT were loaded as zeros and add zeros.
+    # Heads past COUNT were loaded as zeros and contribute nothing.
     if NORM:
         pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
         gl.store(partial_ptr + pairs, gl.sum(first_sum, 0))
@@ -515,16 +514,16 @@ def _backward_kernel(
     H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
     SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
+    """Compute dqkv for TOKENS tokens and eight heads of queries, keys or values (copied).
 
-    Writes dqkv, bfloat16 [T, (H + 2G) * D], and with NORM the partial sums of the weights'
-    gradients, float32 [T / TOKENS, parts of queries and keys, D].
+    Writes dqkv, bfloat16 [T, (H + 2G) * D], and, if NORM, partial sums of the weight gradients,
+    float32 [T / TOKENS, parts of queries and keys, D].
     """
     Q_PARTS: gl.constexpr = (H + 7) // 8
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
     ROW: gl.constexpr = (H + 2 * G) * D
-    # Programs of a chunk of tokens are neighbors. Each of queries and keys has a partial sum.
+    # Neighboring programs share a chunk of tokens. Each query or key part has a partial sum.
     chunk = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
     first = chunk * TOKENS
@@ -542,8 +541,8 @@ def _backward_kernel(
             ROW, G, NORM, SMOOTH, D, EPS, LAYOUT,
         )  # fmt: skip
     else:
-        # Values have no norm and no rotation. Four tokens are asked for at once; past the end the
-        # last one is copied again, the same bytes to the same place.
+        # Values have no norm and no rotation. Load four tokens at once; past the end, the last
+        # token is copied again, which is harmless.
         head = (part - Q_PARTS - KV_PARTS) * 8
         dv_ptr += first.to(gl.int64) * (G * D)
         dqkv_ptr += first.to(gl.int64) * ROW + (H + G) * D
@@ -563,14 +562,14 @@ def _sum_kernel(
     partial_ptr, out_ptr, chunks, Q_PARTS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum float32 partials [chunks, PARTS, D], first of queries, then of keys, to [2, D]."""
-    # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
+    """Sum float32 partials [chunks, PARTS, D] of queries and of keys to [2, D]."""
+    # Each of ROWS accumulators adds every ROWS-th partial sum in order; a fixed tree adds those.
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key = tl.program_id(1)
     count = tl.where(key == 0, Q_PARTS, PARTS - Q_PARTS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, chunks * count, ROWS):
-        # Partial sum r of queries or keys: of chunk r / count, part r % count.
+        # Partial sum r of queries (or keys) is part r % count of chunk r // count.
         rows = start + tl.arange(0, ROWS)
         places = (rows // count * PARTS + key * Q_PARTS + rows % count).to(tl.int64) * D
         mask = (rows < chunks * count)[:, None] & (columns < D)[None, :]
@@ -582,17 +581,16 @@ def qk_norm_rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor, table: Tensor,
     norm_weights: tuple[Tensor, Tensor] | None, eps: float, exponents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of qkv, bfloat16, and of the norms' weights, float32 [D] or None.
+    """Return the gradients of qkv, bfloat16, and of both norm weights, float32 [D] or None.
 
     Args:
-        dq: bfloat16 [T, H, D], the gradient of the rotated queries.
-        dk: bfloat16 [T, G, D], the gradient of the stored keys (straight-through), like dv of
-            values.
-        qkv: bfloat16 [T, (H + 2G) * D], the input of the forward.
+        dq: bfloat16 [T, H, D], gradient of the rotated queries.
+        dk: bfloat16 [T, G, D], straight-through gradient of the stored keys; dv likewise.
+        qkv: bfloat16 [T, (H + 2G) * D], input of the forward.
         positions: int64 [T].
         table: float32 [positions, 2, D/2], from `rotary_table`.
-        norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
-        exponents: int8 [H + G, D/2] that smoothed queries and keys, or None.
+        norm_weights: bfloat16 [D] of the query and key norms, or None without norms.
+        exponents: int8 [H + G, D/2] of the forward's smoothing, or None.
     """
     assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (dq, dk, dv, qkv))
     tokens, num_heads, head_dim = dq.shape
@@ -602,7 +600,7 @@ def qk_norm_rotary_backward(
     chunks = cdiv(tokens, _TOKENS)
     parts = q_parts + kv_parts
     partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
-    # Without norms the weights are not read, nor the partial sums written.
+    # Without norms, weights are not read and partial sums are not written.
     q_weight, k_weight = norm_weights or (qkv, qkv)
     smooth = exponents is not None
     exponents = _checked(exponents, num_heads + groups, head_dim, qkv)

@@ -1,9 +1,9 @@
-"""Draws that depend only on the row and its counter.
+"""Sampling whose result depends only on the row and its counter.
 
 Random bits come from Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-SC11), keyed by the seed and counted by (sequence key, position). The draw is integer arithmetic:
-cumulative sums of int64 weights are exact in any order, so every device picks the same token for
-the same weights.
+SC11), keyed by the seed, with (sequence key, position) as the counter. Sampling is integer
+arithmetic: cumulative sums of int64 weights are exact in any order, so every device picks the same
+token for the same weights.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from jetrl.kernels.allowed_tokens import allowed_tokens
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import log_softmax_parts
 
-_WEIGHT_ONE = 2.0**40  # weight of the most probable token; 2**22 tokens still fit an int64 sum
+_WEIGHT_ONE = 2.0**40  # weight of the most probable token; sums of 2**22 tokens fit int64
 _MASK32 = np.uint64(0xFFFFFFFF)
 _PHILOX_ROUNDS = 10
 
 
 def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return the random bits of draws, int64 [R] in [0, 2**53).
+    """Return the random bits for sampling, int64 [R] in [0, 2**53).
 
     Args:
         seed: int64 [R].
-        sequence: int64 [R], the sequences' keys.
-        position: int64 [R], the positions of the tokens to draw.
+        sequence: int64 [R], sequence keys.
+        position: int64 [R], positions of the tokens to sample.
     """
     key0, key1 = _halves(seed)
     c0, c1 = _halves(sequence)
     c2, c3 = _halves(position)
-    # A round multiplies two of the four words and crosses halves; the keys move by Weyl sequences.
+    # A round multiplies two of the four words and swaps halves; the keys follow Weyl sequences.
     for _ in range(_PHILOX_ROUNDS):
         product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1, c2, c3 = (
@@ -43,7 +43,7 @@ def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) ->
         )
         key0 = (key0 + np.uint64(0x9E3779B9)) & _MASK32
         key1 = (key1 + np.uint64(0xBB67AE85)) & _MASK32
-    # 53 of the 64 bits: the number that a float64 holds exactly when the draw scales them.
+    # Keep 53 of the 64 bits, which float64 represents exactly.
     return (((c0 << np.uint64(32)) | c1) >> np.uint64(11)).astype(np.int64)
 
 
@@ -55,22 +55,22 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of logits, float32 [R, V], without waiting for the device.
+    """Sample one token per row of logits, float32 [R, V], without waiting for the device.
 
-    `kernels.allowed_tokens` says which tokens top_k and top_p exclude.
+    `kernels.allowed_tokens` defines the tokens that top_k and top_p exclude.
 
     Args:
-        bits: int64 [R] from `random_bits`; for -1 the draw is an arbitrary token.
-        temperature: float32 [R]; 0 takes the most probable token (the lowest id among equals), with
-            log-probs of temperature 1.
+        bits: int64 [R] from `random_bits`; -1 gives an arbitrary token.
+        temperature: float32 [R]; 0 picks the most probable token (ties go to the lowest id), with
+            log-probs at temperature 1.
         top_p: float32 [R], 1 for off.
         top_k: int64 [R], 0 for off.
-        filtered: whether any row excludes a token (`allows_all`).
+        filtered: whether any row excludes tokens (`allows_all`).
 
     Returns:
-        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; the row's
-        log-sum-exp above its largest logit, float32 [R], not finite for a row without a draw (its
-        logits are NaN or all -inf).
+        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; log-sum-exp
+        relative to the largest logit, float32 [R], not finite for a row that cannot be sampled
+        (logits with NaN or all -inf).
     """
     if (kernels := kernels_of(logits)) is not None:
         return kernels.sample(logits, bits, temperature, top_p, top_k, filtered)
@@ -80,11 +80,11 @@ def sample(
     weights = (mass.double() * _WEIGHT_ONE).round_().long()
     if filtered:
         weights = torch.where(allowed_tokens(weights, top_p, top_k), weights, 0)
-    # Inverse CDF: the first token at which the cumulative weight passes the target is drawn.
+    # Inverse CDF: pick the first token whose cumulative weight exceeds the target.
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
-    # The product may round up to the total itself, which no cumulative weight passes.
+    # The product may round up to the total, which no cumulative weight exceeds.
     drawn = (cumulative <= torch.minimum(target, total - 1)).sum(-1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn).clamp(max=logits.shape[-1] - 1)
     return tokens, (shifted.gather(-1, tokens[:, None]) - lse).squeeze(-1), lse.squeeze(-1)

@@ -1,19 +1,18 @@
-"""`kernels.sampling` on Hopper.
+"""`kernels.sampling` in Triton.
 
-Many programs share a row, so a few rows are drawn as fast as the GPU reads them. The statistics of
-a row are taken by the lanes of the trainer's one program (`lane_statistics`), so log-probs have
-equal bits. Then each program sums the int64 weights of one block, and the last reads the block in
-which the cumulative sum passes the target. Weights come from the hardware's exp2 and may differ
-from the CPU's in the last bits.
+Many programs share a row, so sampling a few rows runs at memory bandwidth. Row statistics use the
+same lanes as the trainer's single program (`lane_statistics`), so log-probs are bitwise equal. Then
+each program sums the int64 weights of one block, and a last kernel reads the block in which the
+cumulative sum exceeds the target. Weights use the hardware exp2 and may differ from the CPU
+reference in the last bits.
 
-top_k and top_p keep the weights above a threshold, and the first of those equal to it. The
-threshold is the largest x for which enough weights, or enough mass, are at least x. It is found
-without sorting, two bits per reading of the row: weights are at most 2**40, so 21 readings are
-exact.
+top_k and top_p keep the weights above a threshold and the first of those equal to it. The threshold
+is the largest x for which enough weights, or enough mass, are at least x. It is found without
+sorting, two bits per pass over the row; weights are at most 2**40, so 21 passes are exact.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ from jetrl.kernels.logprob_triton import (
 )
 from jetrl.precision.triton.launch import let_next_start, overlapped, wait_for_previous
 
-WEIGHT_ONE = tl.constexpr(2.0**40)  # the weight of the most probable token
-_LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps
+WEIGHT_ONE = tl.constexpr(2.0**40)  # weight of the most probable token
+_LANES = 64  # lanes per program (two warps), of BLOCK / 4 lanes per row
 
 
 @triton.jit
@@ -41,17 +40,17 @@ def row_weights(row_ptr, columns, num_columns, temperature, row_max):
     """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row."""
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * WEIGHT_ONE
-    # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a
-    # half, which the conversion cuts off, and is an integer from there on.
+    # Adding 1.5 * 2**23 rounds values below 2**22. From 2**22 to 2**23 a float32 may have a
+    # fraction of 1/2, which the conversion truncates; larger ones are integers.
     magic = tl.full(scaled.shape, 12582912.0, tl.float32)
     return tl.where(scaled < 4194304.0, (scaled + magic) - magic, scaled).to(tl.int64)
 
 
 @triton.jit
 def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
-    """Return the target, the block in which the cumulative sum passes it, and the sum before that.
+    """Return the target, the block in which the cumulative sum exceeds it, and the sum before that.
 
-    The target is `bits`, in [0, 2**53), of 2**53 parts of the sum of sums_ptr, int64 [num_blocks].
+    The target is bits / 2**53 (bits in [0, 2**53)) times the sum of sums_ptr, int64 [num_blocks].
     """
     blocks = tl.arange(0, BLOCKS)
     sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0)
@@ -65,7 +64,7 @@ def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _temperature_of(temperature_ptr, row):
-    """Return a row's divisor, and whether the row takes the most probable token."""
+    """Return the temperature of a row (1 if greedy), and whether the row is greedy."""
     given = tl.load(temperature_ptr + row)
     greedy = given == 0.0
     return tl.where(greedy, 1.0, given), greedy
@@ -76,7 +75,7 @@ def _sample_lanes_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, num_columns, stride, BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the maximum and sum of LANES lanes of one row, float32 [R, BLOCK / 4, 4]."""
+    """Write maximum and sum for LANES lanes of one row, float32 [R, BLOCK / 4, 4]."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     let_next_start()
@@ -93,9 +92,9 @@ def _sample_lanes_kernel(
 
 @triton.jit
 def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
-    """Return a row's lane maxima and sums in the layout of a single program; -inf for a NaN sum."""
-    # There a lane's four words are its four columns of a block: four are read, and two used. With a
-    # sum of -inf instead of NaN, too, a row's total is not positive.
+    """Return the lane maxima and sums of a row in the single-program layout; -inf for a NaN sum."""
+    # In that layout a lane has four words, one per column: read all four and use two. A sum of
+    # -inf instead of NaN still makes the total of the row not positive.
     words = tl.arange(0, 4)[None, :]
     places = tl.arange(0, BLOCK // 4)[:, None] * 4 + words
     left = tl.load(lanes_ptr + row.to(tl.int64) * stride + places)
@@ -108,10 +107,10 @@ def _sample_blocks_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, num_columns, num_blocks, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of a block of a row, and find the first maximum of a greedy row.
+    """Sum the weights of a block of a row; for a greedy row, also find its first maximum.
 
     Writes sums_ptr, int64 [R, num_blocks], and for greedy rows best_ptr, int32 [R, num_blocks],
-    which is num_columns for a block without a maximum.
+    which is num_columns for a block without the row maximum.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     let_next_start()
@@ -134,7 +133,7 @@ def _sample_draw_kernel(
     logits_ptr, bits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, tokens_ptr, logprobs_ptr,
     max_ptr, lse_ptr, num_columns, num_blocks, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token."""
+    """Sample the token of one row."""
     row = tl.program_id(0)
     let_next_start()
     wait_for_previous()
@@ -159,7 +158,7 @@ def _sample_draw_kernel(
         passed = (before + tl.cumsum(weights, 0) <= target) & (columns < num_columns)
         token = place * BLOCK + tl.sum(passed.to(tl.int32), 0)
 
-    # A row without a softmax draws nothing: its token stays within the row and is not used.
+    # Without a finite softmax the token is not used, but must be in range.
     token = tl.minimum(token, num_columns - 1)
     z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
     tl.store(tokens_ptr + row, token.to(tl.int64))
@@ -167,14 +166,14 @@ def _sample_draw_kernel(
 
 
 def _lane_stride(vocabulary: int) -> int:
-    """Return the stride between rows of lanes, divisible by 16 if and only if that of logits is."""
-    # Triton loads four neighboring words per thread only if it knows them to be aligned, by a size
-    # that is a multiple of 16. That decides which thread has which lane, and so the order of the
-    # sums over lanes, which must be that of a single program.
+    """Return the row stride of lanes, divisible by 16 if and only if the stride of logits is."""
+    # Triton loads four neighboring words per thread only if the stride is a multiple of 16, so that
+    # they are aligned. That determines the thread of each lane, and so the order of sums over
+    # lanes, which must match the single program.
     return BLOCK if vocabulary % 16 == 0 else BLOCK + 1
 
 
-# The highest bit of the largest weight; even, since two bits are found at a time.
+# Highest bit of the largest weight; even, since each pass finds two bits.
 _TOP_BIT = tl.constexpr(40)
 
 
@@ -183,11 +182,11 @@ def _largest_bound(
     row_ptr, num_columns, num_blocks, temperature, row_max, needed, enabled,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest int64 x such that the weights >= x are enough; 0 unless enabled."""
+    """Return the largest int64 x whose weights >= x are enough (count or MASS), 0 if disabled."""
     bound = tl.zeros([], tl.int64)
     shift = tl.zeros([], tl.int64) + _TOP_BIT
-    # Two bits of the bound at a time, from the highest: one reading of the row tries the three
-    # values that they may have next to 0, and the largest that still leaves enough is kept.
+    # Find two bits of the bound per pass, from the highest: try the three nonzero values and keep
+    # the largest that still leaves enough.
     while enabled & (shift >= 0):
         step = tl.zeros([], tl.int64) + 1 << shift
         first, second, third = bound + step, bound + 2 * step, bound + 3 * step
@@ -216,7 +215,7 @@ def _above(
     row_ptr, num_columns, num_blocks, temperature, row_max, bound,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number and the mass of the weights above a bound, and the mass of all, int64."""
+    """Return count and mass of the weights above a bound, and the total mass, int64."""
     count = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
     total = tl.zeros([], tl.int64)
@@ -232,8 +231,8 @@ def _above(
 
 @triton.jit
 def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
-    """Return a block's weights, 0 if excluded, and the ties: weights that equal the bound."""
-    # Ties go by token id as in the reference: the first `limit` stay, as long as the mass before
+    """Return the weights of a block, 0 if excluded, and the mask of ties with the bound."""
+    # Ties are kept in token-id order, as in the reference: the first `limit`, while the mass before
     # each is less than `needed`.
     ties = (weights == bound) & (columns < num_columns)
     rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
@@ -248,10 +247,10 @@ def _filtered_kernel(
     tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token again, from the tokens that top_k and top_p keep, unless it is greedy.
+    """Resample the token of a row from the tokens that top_k and top_p keep, unless greedy.
 
-    sums_ptr and ties_ptr are scratch, int64 [R, num_blocks]: the kept weights of each block, and
-    the ties before it.
+    sums_ptr and ties_ptr are scratch, int64 [R, num_blocks]: the sum of kept weights per block, and
+    the number of ties before it.
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -260,7 +259,7 @@ def _filtered_kernel(
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
     top_k = tl.load(top_k_ptr + row)
     if temperature != 0.0:
-        # top_k: the weight of the k-th token, and how many of the ties with it are among the k.
+        # top_k: find the weight of the k-th token and the number of its ties among the top k.
         by_count = (top_k > 0) & (top_k < num_columns)
         bound = _largest_bound(
             row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
@@ -271,8 +270,8 @@ def _filtered_kernel(
         )
         limit = tl.where(by_count, top_k - count, num_columns)
 
-        # top_p: its share of the rest after top_k. If that needs only weights above top_k's bound,
-        # the bound rises, and top_k excludes none of the ties any more.
+        # top_p: a fraction of the mass that top_k left. If weights above the top_k bound suffice,
+        # raise the bound; top_k then excludes none of the ties.
         total = tl.where(by_count, mass + limit * bound, total)
         needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
         by_mass = _largest_bound(
@@ -286,7 +285,7 @@ def _filtered_kernel(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
             )
 
-        # The draw, as in `_sample_draw_kernel`, of the weights that are kept.
+        # Sample from the kept weights, as in `_sample_draw_kernel`.
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -302,13 +301,13 @@ def _filtered_kernel(
         target, place, before = find_block(sums_ptr + row * num_blocks, num_blocks, bits, BLOCKS)
         columns = place * BLOCK + tl.arange(0, BLOCK)
         weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
-        # Past the last block only for a row without a softmax, which draws nothing.
+        # place is past the last block only for a row without a finite softmax, which is not used.
         ties_before = tl.load(ties_ptr + row * num_blocks + tl.minimum(place, num_blocks - 1))
         kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
         passed = (before + tl.cumsum(kept, 0) <= target) & (columns < num_columns)
         token = tl.minimum(place * BLOCK + tl.sum(passed.to(tl.int32), 0), num_columns - 1)
 
-        # Its log-prob is that of the full distribution, as the trainer computes it.
+        # The log-prob is under the full distribution, as in the trainer.
         z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))
@@ -317,7 +316,7 @@ def _filtered_kernel(
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.sampling.sample` on Hopper."""
+    """`kernels.sampling.sample` in Triton."""
     rows, vocabulary = logits.shape
     for x, dtype in ((bits, int64), (temperature, float32), (top_p, float32), (top_k, int64)):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)

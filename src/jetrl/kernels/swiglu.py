@@ -15,7 +15,7 @@ from jetrl.precision.exact import sigmoid
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up: the specification of the kernels."""
+    """Return silu(gate) * up; the reference for all kernels."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 
@@ -24,7 +24,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [T, F], differentiable in both.
 
     Args:
-        gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
+        gate_up: bfloat16 or float32 [T, 2F], gate columns first.
     """
     return _SwiGLU.apply(gate_up)
 

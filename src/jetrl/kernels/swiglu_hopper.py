@@ -1,17 +1,17 @@
-"""The quantized backward of SwiGLU on Hopper, both groupings from one reading of each tile.
+"""The quantized backward of SwiGLU on Hopper, with both groupings from one read of each tile.
 
-`swiglu_backward_quantize` makes the gradient of gate_up in both groupings (1 x 128 for DGrad,
-128 x 1 for WGrad), and y again in 128 x 128 groups for WGrad of `down`, from one reading of each
-128 x 128 tile. All groups need the whole tile before the first code is written, so registers
-decide: 16 warps hold a tile; eight would spill. One program per SM visits its tiles while bulk
-copies bring the next two into shared memory, where the warps' maxima meet: one thread per group
-makes scale and multiplier, and all quantize. Other forms: docs/kernels.md.
+`swiglu_backward_quantize` quantizes the gradient of gate_up in both groupings (1 x 128 for DGrad,
+128 x 1 for WGrad) and recomputes y in 128 x 128 groups for WGrad of `down`, reading each 128 x 128
+tile once. Groups span the whole tile, so it must stay in registers until the first code is written:
+16 warps hold a tile; eight would spill. One persistent program per SM loops over tiles while TMA
+loads the next two. Warps exchange maxima through shared memory: one thread per group computes scale
+and multiplier, and all threads quantize. Alternatives: docs/kernels.md.
 
 Legend: T tokens, F features of y.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from jetrl.settings.presets import DEFAULT_SCALES
 
 _NUM_WARPS = 16
 _STAGED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# A thread holds a patch of 4 rows and 8 columns, a warp 32 rows of 32 columns, 4 x 4 warps a tile.
-# _TILE and _TURNED have the same values in the same threads: registers count along the row, for
-# vectors of row codes, or along the column, for vectors of token codes (`precision.triton.tile`).
+# A thread holds 4 rows x 8 columns, a warp 32 x 32, and 4 x 4 warps a tile. _TILE and _TURNED place
+# the same values in the same threads. Only the register order differs: along rows, for vectors of
+# row codes, or along columns, for vectors of token codes (`precision.triton.tile`).
 _LANES = [[0, 8], [0, 16], [4, 0], [8, 0], [16, 0]]
 _WARPS = [[0, 32], [0, 64], [32, 0], [64, 0]]
 _ALONG_ROW, _ALONG_COLUMN = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]]
@@ -50,9 +50,9 @@ _TILE = gl.constexpr(
 _TURNED = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
 )
-# Where maxima meet: 2 x 128 x 2 lines (columns, rows; which line; dgate, dup), a thread for each.
-# _PARTS is [8 = 2 kinds x 4 warps' parts, 128, 2] with the four parts of a line in one thread's
-# registers, _LINES the same threads after those four have been reduced.
+# Layouts for the reduction of maxima: 2 x 128 x 2 lines (columns or rows; index; dgate or dup), one
+# per thread. _PARTS is [8 = 2 kinds x 4 warps' maxima, 128, 2], with the four maxima of a line in
+# one thread; _LINES has the same threads after the four are reduced.
 _PARTS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0, 0], [2, 0, 0]],
@@ -71,7 +71,7 @@ _LINES = gl.constexpr(
         [2, 128, 2],
     )
 )
-# The maximum of a whole tile: every thread reads all 16 warps' parts, and needs no other thread.
+# For the maximum of a whole tile, each thread reads the maxima of all 16 warps.
 _TILE_PARTS = gl.constexpr(
     gl.DistributedLinearLayout([[1], [2], [4], [8]], [[0]] * 5, [[0]] * 4, [], [16])
 )
@@ -82,7 +82,7 @@ _SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 @gluon.jit
 def _gradients(dy, gate, up):
-    """Return bfloat16 y, dgate and dup for bfloat16 dy, gate and up, in `_rows_kernel`'s order."""
+    """Return bfloat16 y, dgate and dup, in the operation order of `_rows_kernel`."""
     dy, gate = tile.widen(dy), tile.widen(gate)
     share = gluon_sigmoid(gate)
     silu = gate * share
@@ -93,7 +93,7 @@ def _gradients(dy, gate, up):
 
 @gluon.jit
 def _pack(a, b):
-    """Return int32 that hold two bfloat16 each, for shuffles between lanes."""
+    """Pack two bfloat16 into each int32, for shuffles between lanes."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -101,19 +101,19 @@ def _pack(a, b):
 
 @gluon.jit
 def _unpack(pairs):
-    """Return the magnitudes, float32, of the two bfloat16 in each int32."""
+    """Return the magnitudes of the two bfloat16 in each int32, as float32."""
     first = ((pairs & 0x7FFF) << 16).to(gl.float32, bitcast=True)
     return first, (pairs & 0x7FFF0000).to(gl.float32, bitcast=True)
 
 
-# The larger magnitude of two bfloat16, NaN if either is, two elements an instruction; with a sign
-# that means nothing (that of the product), so that no element's own has to be cleared.
+# The larger magnitude of two bfloat16, or NaN, for two elements per instruction. The sign of the
+# result (that of the product) is meaningless, which saves clearing the signs of the inputs.
 _LARGER = gl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 
 
 @gluon.jit
 def _larger(a, b):
-    """Return the larger magnitudes of bfloat16 a and b, with a sign that means nothing."""
+    """Return the larger magnitudes of bfloat16 a and b, with a meaningless sign."""
     return gl.inline_asm_elementwise(
         _LARGER, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -121,7 +121,7 @@ def _larger(a, b):
 
 @gluon.jit
 def _larger_packed(a, b):
-    """Do what `_larger` does, for pairs of bfloat16 packed in int32."""
+    """`_larger` for pairs of bfloat16 packed in int32."""
     return gl.inline_asm_elementwise(
         _LARGER, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -129,8 +129,8 @@ def _larger_packed(a, b):
 
 @gluon.jit
 def _columns_of_threads(x):
-    """Return maxima of |x| of each thread's columns: int32 pairs [32 = 4 warps x 8 lanes, 64]."""
-    # x is bfloat16 [128, 128] in _TILE: the four rows of a thread are reduced, in registers.
+    """Return per-thread column maxima of |x|: int32 pairs [32 = 4 warps x 8 lanes, 64]."""
+    # x is bfloat16 [128, 128] in _TILE. Reduce the four rows of each thread in registers.
     a, b = tile.split_rows(x, 128)
     a, b = tile.split_rows(_larger(a, b), 64)
     a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
@@ -139,8 +139,8 @@ def _columns_of_threads(x):
 
 @gluon.jit
 def _column_parts(x):
-    """Return the maxima of |x| of the columns within each of four warps, float32 [4, 128]."""
-    # The eight lanes of a warp that share columns meet by shuffles, two columns at a time.
+    """Return column maxima of |x| within each of four warps, float32 [4, 128]."""
+    # Reduce over the eight lanes of a warp that share columns, two columns per shuffle.
     lanes = gl.reshape(_columns_of_threads(x), [4, 8, 64])
     a, b = _unpack(gl.reduce(lanes, 1, _larger_packed))
     return gl.reshape(gl.join(a, b), [4, 128])
@@ -148,14 +148,14 @@ def _column_parts(x):
 
 @gluon.jit
 def _row_parts(x):
-    """Return the maxima of |x| of the rows within each of four warps, float32 [4, 128]."""
-    # A thread's eight columns of a row by halves, in registers. The first two splits leave
-    # neighboring columns together, a register that `_larger` takes at once.
+    """Return row maxima of |x| within each of four warps, float32 [4, 128]."""
+    # Reduce the eight columns of a thread by halves, in registers. The first two splits keep
+    # neighboring columns together, so that `_larger` handles both in one register.
     eights = gl.reshape(x, [128, 16, 2, 2, 2])
     a, b = gl.split(gl.permute(eights, [0, 1, 3, 4, 2]))
     a, b = gl.split(gl.permute(_larger(a, b), [0, 1, 3, 2]))
     a, b = gl.split(_larger(a, b))
-    # Two rows in an int32; then the four lanes of a warp that share rows meet by shuffles.
+    # Pack two rows into an int32, then reduce over the four lanes that share rows by shuffles.
     threads = gl.reshape(_larger(a, b), [64, 2, 16])
     a, b = gl.split(gl.permute(threads, [0, 2, 1]))
     lanes = gl.permute(gl.reshape(_pack(a, b), [64, 4, 4]), [2, 1, 0])
@@ -174,7 +174,7 @@ def _tile_parts(x):
 
 @gluon.jit
 def _store_turned(codes_ptr, codes, block, column, padded_tokens):
-    """Store codes [128, 128] in _TURNED at [column, row] of an array of rows of padded_tokens."""
+    """Store codes [128, 128] in _TURNED, transposed, to an array [columns, padded_tokens]."""
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_tokens + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TURNED))
     columns = gl.arange(0, 128, gl.SliceLayout(0, _TURNED)).to(gl.int64)
@@ -186,9 +186,9 @@ def _store_both(
     x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
     row_codes_ptr, token_codes_ptr, padded_tokens,
 ):  # fmt: skip
-    """Quantize a tile of dgate or dup as 1 x 128 and as 128 x 1 groups, and store the codes."""
+    """Quantize a tile of dgate or dup in 1 x 128 and in 128 x 1 groups, and store the codes."""
     wide = tile.widen(x)
-    # Along rows: eight codes of a row are one store of a thread.
+    # Along rows, a thread stores eight codes at a time.
     multiplier = multipliers.slice(256 + which * 128, 128).load(gl.SliceLayout(1, _TILE))
     codes = (wide * multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TILE))
@@ -196,7 +196,7 @@ def _store_both(
     corner = row_codes_ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     mask = (rows < num_rows - block * 128)[:, None]
     gl.store(corner + (rows.to(gl.int64)[:, None] * stride + columns[None, :]), codes, mask=mask)
-    # Along tokens: the same registers by another name, four codes of a column a store.
+    # Along tokens, the same registers reordered: a thread stores four codes at a time.
     multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
     turned = gl.convert_layout(wide, _TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
@@ -208,7 +208,7 @@ def _store_scales(
     parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the scales of dgate's and dup's columns and rows, a thread for each of the 512 lines."""
+    """Compute the scales for columns and rows of dgate and dup, one thread per line (512)."""
     kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
     line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, _LINES)))[None, None, :]
@@ -216,8 +216,8 @@ def _store_scales(
     amax = gl.convert_layout(amax, _LINES, assert_trivial=True)
     scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
     multipliers.store(gl.reshape(gl.permute(multiplier, [0, 2, 1]), [512]))
-    # Two stores, each by the half of the threads that has such lines: kind 0 columns, kind 1 rows.
-    # `kind * 0` gives the pointers all three dimensions.
+    # Two stores, each by half of the threads: kind 0 has columns, kind 1 rows. Adding `kind * 0`
+    # broadcasts the pointers to three dimensions.
     columns = column + half * (num_columns // 128)
     places = token_scales_ptr + block.to(gl.int64) * (2 * num_columns) + (columns * 128 + line)
     gl.store(places + kind * 0, scale, mask=kind == 0)
@@ -227,7 +227,7 @@ def _store_scales(
 
 @gluon.jit
 def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
-    """Start the bulk copies of dy, gate and up of tile `index`, if it is not negative."""
+    """Start TMA loads of dy, gate and up of tile `index`, unless it is negative."""
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
     row, column = index // column_blocks * 128, index % column_blocks * 128
@@ -239,7 +239,7 @@ def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constex
     gluon_names.tma_load(x_desc, [row, up_column], bar, staged.index(first + 2), pred=more)
 
 
-# The number of tokens is not specialized on: a batch of another number would compile again.
+# Do not specialize on the number of tokens: each new batch size would recompile.
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
 def _backward_tiles_kernel(
     dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
@@ -248,16 +248,16 @@ def _backward_tiles_kernel(
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
     Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the quantized gradients and y of a program's tiles of 128 x 128, one by one.
+    """Write quantized gradients and y for the 128 x 128 tiles of a program.
 
     Args:
-        dy_desc: bfloat16 [num_rows, num_columns], by bulk copies that give zeros past the end.
-        x_desc: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        row_codes_ptr: the gradient in 1 x 128 groups, written; token_codes_ptr in 128 x 1 groups.
+        dy_desc: bfloat16 [num_rows, num_columns]; TMA reads zeros past the end.
+        x_desc: bfloat16 [num_rows, 2 * num_columns], gate columns first.
+        row_codes_ptr: gradient in 1 x 128 groups, written; token_codes_ptr: in 128 x 1 groups.
         y_codes_ptr: y in 128 x 128 groups, tokens contiguous, written.
-        scale_stride: from one group of row scales to the next; y_scale_stride, of y's lines.
+        scale_stride: stride between groups of row scales; y_scale_stride: between rows of y scales.
     """
-    # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
+    # Shared memory: 192 KiB of stages, the warps' maxima, and the multipliers of all groups.
     staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived.index(0), count=1)
@@ -268,11 +268,11 @@ def _backward_tiles_kernel(
     stride: gl.constexpr = 2 * num_columns
     column_blocks: gl.constexpr = num_columns // 128
     step = gl.num_programs(0)
-    # From the last rows back: the last writes of the kernel before are still in the L2 cache.
+    # Start from the last rows: the previous kernel wrote them last, so they are still in L2.
     index = tiles - 1 - gl.program_id(0)
     _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
     _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
-    turn = 0  # tiles done; its low bit is the stage, the next one the phase of the stage's barrier
+    turn = 0  # tiles done; bit 0 is the stage, bit 1 the phase of its barrier
     while index >= 0:
         stage = turn & 1
         mbarrier.wait(arrived.index(stage), (turn >> 1) & 1)
@@ -280,15 +280,15 @@ def _backward_tiles_kernel(
         gate = staged.index(3 * stage + 1).load(_TILE)
         up = staged.index(3 * stage + 2).load(_TILE)
 
-        # The three results stay in registers from here on; their maxima go to shared memory.
+        # The three results stay in registers; their maxima go to shared memory.
         y, dgate, dup = _gradients(dy, gate, up)
         parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
         parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
         y_parts.store(_tile_parts(y))
-        gluon_names.barrier()  # every warp has read the stage, and left its maxima
+        gluon_names.barrier()  # all warps have read the stage and written their maxima
         _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
 
-        # The scales, a thread a group, and y's single one, which every thread makes for itself.
+        # Scales: one thread per group; every thread computes the single scale of y itself.
         block, column = index // column_blocks, index % column_blocks
         _store_scales(
             parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr,
@@ -298,7 +298,7 @@ def _backward_tiles_kernel(
         scale, multiplier = tile.scale_and_multiplier(amax, Y_MAXIMUM, FLOOR, POW2)
         gl.store(y_scales_ptr + (column.to(gl.int64) * y_scale_stride + block), scale)
 
-        # The codes. y's come first: they wait for no other thread's multipliers.
+        # Codes: y first, since it does not wait for multipliers from other threads.
         turned = gl.convert_layout(tile.widen(y), _TURNED, assert_trivial=True)
         codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
         _store_turned(y_codes_ptr, codes, block, column, padded_tokens)
@@ -317,16 +317,16 @@ def _backward_tiles_kernel(
 def swiglu_backward_quantize(
     dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, QTensor, QTensor]:
-    """Return the quantized gradient of gate_up, and y again, for the GEMMs around the backward.
+    """Return the quantized gradient of gate_up, and y recomputed, as operands of DGrad and WGrad.
 
     Args:
-        dy: bfloat16 [T, F] contiguous, the gradient of the result.
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
-        scales: "fp32" or "pow2", the quantizer's scales.
+        dy: bfloat16 [T, F] contiguous, gradient of the output.
+        gate_up: bfloat16 [T, 2F] contiguous, gate columns first, F a multiple of 128.
+        scales: "fp32" or "pow2" scales.
 
     Returns:
-        The gradient of gate_up in 1 x 128 groups of [T, 2F]; the same in 128 x 1 groups, with zero
-        rows up to a multiple of 128; y [T, F] in 128 x 128 groups with that number of rows.
+        The gradient of gate_up [T, 2F] in 1 x 128 groups; the same in 128 x 1 groups, zero-padded
+        to a multiple of 128 rows; y [T, F] in 128 x 128 groups, padded to the same rows.
     """
     check_gate_up(gate_up, dy)
     assert not is_ragged(dy.shape[1]), f"{dy.shape[1]} columns: a group would be of gate and up"
@@ -341,7 +341,7 @@ def swiglu_backward_quantize(
     if not tiles:
         return rows, tokens, y
     tile_shape = [FP8_BLOCK, FP8_BLOCK]
-    # A program per SM: 16 warps of 128 registers per thread fill it.
+    # One program per SM: 16 warps with 128 registers per thread fill it.
     _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
         TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
         TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),

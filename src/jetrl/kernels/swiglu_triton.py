@@ -1,16 +1,16 @@
-"""`kernels.swiglu` in Triton, fused with the quantization after it, and its backward.
+"""`kernels.swiglu` in Triton, fused with quantization, and its backward.
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
-exp2 and the reciprocal are the hardware's (relative errors near 2**-22 and 2**-23), so y may rarely
-differ from the reference by a unit of bfloat16. The sampler's y and the trainer's agree: every
-kernel does the same operations in this order, without fused multiply-adds.
+exp2 and the reciprocal are hardware approximations (relative errors near 2**-22 and 2**-23), so y
+rarely differs from the reference by one bfloat16 ulp. Sampler and trainer agree bitwise: all
+kernels do the same operations in this order, without fused multiply-adds.
 
 Legend: T tokens, F features of y.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from jetrl.precision.triton.quantize import (
 )
 from jetrl.settings.presets import DEFAULT_SCALES
 
-_ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
+_ROWS = 32  # rows per tile of the BF16 backward; changes no bits
 
 
 @triton.jit
 def store_values(ptr, y, rows, column, num_rows, num_columns):
-    """Store y, float32 [R, 128], as bfloat16 at rows, int32 [R], of [num_rows, num_columns]."""
+    """Store float32 y [R, 128] as bfloat16 at rows, int32 [R], of [num_rows, num_columns]."""
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -72,22 +72,21 @@ def _rows_kernel(
     FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
+    """Compute y for ROWS rows and 128 columns, and write its values, its codes, or both.
 
     Args:
-        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
-            apart.
-        ROWS: few for few rows, so that more programs share the latency; changes no bit.
+        x_ptr: bfloat16 [num_rows, 2 * num_columns], gate columns first.
+        scales_ptr: float32 [num_rows, column_blocks], with strides 1 and scale_stride.
+        ROWS: smaller for few rows, so that more programs hide latency; changes no bits.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     let_next_start()
     wait_for_previous()
-    # A tile's columns of the gate and the same columns of up lie num_columns apart in one row.
+    # Gate and up are num_columns apart in a row.
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
-    # Rounded to bfloat16 before it is quantized: the codes are those of the BF16 result.
+    # Round to bfloat16 first, so that the codes are those of the BF16 result.
     y = round_to_bfloat16(gate * sigmoid(gate) * up)
     if QUANTIZE:
         store_row_groups(
@@ -120,7 +119,7 @@ def _backward_rows_kernel(
     ROWS: tl.constexpr,
     WRITE_Y: tl.constexpr,
 ):
-    """Make the gradients of ROWS rows of 128 columns of the gate and of up, and perhaps y."""
+    """Write the gradients of gate and up for ROWS rows and 128 columns, and y if WRITE_Y."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     dy = load_tile(dy_ptr, rows, column, num_rows, num_columns, num_columns)
@@ -143,13 +142,13 @@ def _backward_rows_kernel(
 def _int8_kernel(
     x_ptr, y_ptr, codes_ptr, scales_ptr, WRITE_Y: gl.constexpr, K: gl.constexpr, FLOOR: gl.constexpr
 ):
-    """Make y of a row and quantize it, as `precision.triton.int8` does."""
+    """Compute y for one row and quantize it like `precision.triton.int8`."""
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     row = gl.program_id(0)
     columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
     gluon_let_next_start()
     gluon_wait_for_previous()
-    # All loads first, so that one latency is waited for.
+    # Issue all loads first, so that their latencies overlap.
     places = x_ptr + row.to(gl.int64) * (2 * K) + columns
     gates, ups, parts = (), (), ()
     for first in gl.static_range(0, K, WIDTH):
@@ -167,11 +166,11 @@ def _int8_kernel(
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str | None = DEFAULT_SCALES) -> QTensor:
-    """Return quantize(swiglu(gate_up)), 1 x 128 groups of [T, F]; the BF16 result is never written.
+    """Return quantize(swiglu(gate_up)), 1 x 128 groups of [T, F], without writing the BF16 result.
 
     Args:
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 64.
-        scales: "fp32" or "pow2", the quantizer's scales, or None for rows of `precision.int8`.
+        gate_up: bfloat16 [T, 2F] contiguous, gate columns first, F a multiple of 64.
+        scales: "fp32" or "pow2" for FP8 scales, or None for INT8 rows (`precision.int8`).
     """
     if scales is None:
         return _int8_rows(gate_up, None)
@@ -184,7 +183,7 @@ def swiglu_quantize(gate_up: Tensor, scales: str | None = DEFAULT_SCALES) -> QTe
 def swiglu_quantize_with_values(
     gate_up: Tensor, scales: str | None = DEFAULT_SCALES
 ) -> tuple[QTensor, Tensor]:
-    """Return the result of `swiglu_quantize`, and the BF16 result [T, F], from one pass."""
+    """Return the result of `swiglu_quantize` and the BF16 result [T, F] from one pass."""
     y = gate_up.new_empty(check_gate_up(gate_up))
     if scales is None:
         return _int8_rows(gate_up, y), y
@@ -220,7 +219,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 
 
 def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales: str) -> None:
-    """Launch _rows_kernel for y or its groups; gate_up stands in for tensors not written."""
+    """Launch _rows_kernel for y, its codes, or both; gate_up is a placeholder for the others."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     column_blocks = triton.cdiv(width, FP8_BLOCK)
     if not num_rows:
@@ -246,9 +245,9 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor, y: Tensor | None = None) -> Tensor:
-    """Return the gradient of gate_up, bfloat16 [T, 2F], for that of the result, dy [T, F].
+    """Return the gradient of gate_up, bfloat16 [T, 2F], for the output gradient dy [T, F].
 
-    The result itself is written to `y`, which may be dy.
+    Also writes the output to `y` if given, which may be dy.
     """
     check_gate_up(gate_up, dy)
     dx = torch.empty_like(gate_up)
@@ -281,7 +280,7 @@ def check_gate_up(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
     return shape
 
 
-_VALUES_ROWS = 16  # of a tile: three results for each place are many registers
+_VALUES_ROWS = 16  # rows per tile: three results per element take many registers
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -300,11 +299,11 @@ def swiglu_backward_values_kernel(
     FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    """Make the gradients of ROWS rows of 128 columns of the gate and of up, and y again.
+    """Write the gradients of gate and up for ROWS rows and 128 columns, and recompute y.
 
     Args:
         dy_ptr: bfloat16 [num_rows, width], read, and then overwritten with y.
-        x_ptr: bfloat16 [num_rows, 2 * width], the gate's columns first, like dx_ptr and the FP8
+        x_ptr: bfloat16 [num_rows, 2 * width], gate columns first, like dx_ptr and the FP8
             codes.
         scales_ptr: float32, one line of rows for each 128 columns, written.
     """
@@ -354,10 +353,11 @@ def swiglu_backward_values_kernel(
 def swiglu_backward_values_(
     dy: Tensor, gate_up: Tensor, scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, Tensor]:
-    """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
+    """Return the gradient of gate_up as codes and as BF16, and overwrite dy with swiglu(gate_up).
 
-    For training adapters: the next adapter's A needs y, the adapters before it need dx [T, 2F] in
-    BF16, and the frozen base its codes, 1 x 128 groups. dy is bfloat16 [T, F], F in whole groups.
+    For adapter training: A of the next adapter needs y, the preceding adapters need dx [T, 2F] in
+    BF16, and the frozen base needs its codes in 1 x 128 groups. dy is bfloat16 [T, F], with F a
+    multiple of 128.
     """
     check_gate_up(gate_up, dy)
     num_rows, width = dy.shape

@@ -1,1 +1,1 @@
-"""Causal attention over stored keys and values: the reference, and the kernels for Hopper."""
+"""Causal attention over quantized or BF16 keys and values: reference and Hopper kernels."""

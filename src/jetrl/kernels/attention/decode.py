@@ -17,7 +17,7 @@ query: one without keys for a query leaves the empty state, which changes no bit
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ registers it would leave no room for a third warpgroup. Other forms: docs/kernel
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ the bits of wgmma (tests/gpu/test_tensor_cores.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

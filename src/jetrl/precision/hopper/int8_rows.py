@@ -7,7 +7,7 @@ they have been read. The tensor cores drain at each barrier, hence groups.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

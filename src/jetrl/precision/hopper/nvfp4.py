@@ -9,7 +9,7 @@ float32 sums are added in order first, for at most `ROWS_AT_ONCE` rows at a time
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ previous kernel has ended. An adapter joins before the store, as in `gemm_rows`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

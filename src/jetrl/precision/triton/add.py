@@ -4,7 +4,7 @@ torch's own kernels for two dtypes (`add_` of BF16 to FP32) do not reach the mem
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ A cap of 128 registers, two programs per SM, is best if it costs no spills (H200
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (a Triton function may annotate nothing but its compile-time constants)
+# (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
 
