@@ -127,7 +127,7 @@ bench:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "make bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA;" >&2; \
 	    echo "$(GPU_PYTHON) has not: run it there, or name another one with GPU_PYTHON=..." >&2; exit 1; }
-	@for name in norm gemm attention layer optimizer rollout parity train step; do \
+	@for name in norm products attention layer rollout parity train step; do \
 	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m jetrl bench $$name --out build/bench/$$name.json || exit 1; done
 
 clean:

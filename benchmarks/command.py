@@ -23,9 +23,9 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-OPERATIONS = ("attention", "gemm", "layer", "norm", "optimizer", "products")
-FLOWS = ("mismatch", "parity", "partial", "rollout", "speculation", "step", "train")
-GPU_ALONE = ("parity", "partial", "rollout")  # the others take --device cpu, to try them
+OPERATIONS = ("attention", "layer", "norm", "products")
+FLOWS = ("mismatch", "parity", "rollout", "speculation", "step", "train")
+GPU_ALONE = ("parity", "rollout")  # the others take --device cpu, to try them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,11 +41,6 @@ case ${1:-} in
 8b-adapters-80gb)
     bench step_8b_adapter_80gb $step --shape qwen3-8b --adapter-rank 32 --prompts 8 --samples 8 \
         --response-length 7936 --leave-free 78.75 ;;
-# A whole step of 8,192 tokens without speculation, and with drafts right by 0.6; 260 s. The update,
-# the same work in both, is made once.
-drafts-8192)
-    bench step_drafts_8192 $step --shape qwen3-8b --prompts 8 --samples 8 --response-length 8192 \
-        --drafts-right 0.6 --one-update ;;
 # What speculation costs where drafts are seldom right: it must not lose; 150 s.
 wrong-drafts)
     bench speculation_wrong speculation $eight --load 256 --load tail --right 0.1 --right 0.2 ;;
@@ -53,9 +48,6 @@ wrong-drafts)
 nvfp4-decode)
     bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --plan bf16 --plan unified \
         --plan "unified base=nvfp4" $decode ;;
-# The price of merging an adapter into FP8; 80 s.
-merging)
-    "$python" -m benchmarks.merging --out "$out/merging.json" ;;
 # Runs of a study: no process is killed, since that may leave the service unusable.
 study)
     study=${2:?STUDY.toml is missing} minutes=${3:?MINUTES are missing}
@@ -78,9 +70,7 @@ try)
     short="--prompts 2 --samples 2 --prompt-length 8 --response-length 16"
     size="--tokens-per-micro-batch 48"
     bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
-    bench try-drafts step $tiny $short $size --drafts-right 0.6 --one-update
-    bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1
-    "$python" -m benchmarks.merging --shape tiny --device cpu --out "$out/try-merging.json" ;;
+    bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1 ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'
     exit 2 ;;

@@ -12,21 +12,24 @@ its gradients are not compared then.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.eight_bits import LENGTH, SEQUENCES, sequences
 from benchmarks.harness import Row, command_typed, print_table, write_results
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetrl import Policy
 from jetrl.models.families import linear_layers
 from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
+
+LENGTH = 512  # tokens per sequence
+SEQUENCES = 8  # of the gradients
 
 
 def policy_of(row: str, model: str, device: torch.device) -> Policy:
@@ -38,6 +41,29 @@ def policy_of(row: str, model: str, device: torch.device) -> Policy:
     directory = next((word[1:] for word in words if word.startswith("@")), model)
     plan = PrecisionPlan.preset(preset).replace(**values)
     return Policy.from_pretrained(directory, plan, str(device))
+
+
+def sequences(path: str, text: Path, tokens: int, device: torch.device) -> Tensor:
+    """Return token ids [sequences, LENGTH] of at least `tokens` tokens of text, if it has as many.
+
+    Args:
+        text: JSON lines: a question and an answer in the model's chat template, or a prompt and a
+            completion, joined.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids: list[int] = []
+    for line in text.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "question" in row:
+            roles = (("user", row["question"]), ("assistant", row["answer"]))
+            turns = [{"role": role, "content": content} for role, content in roles]
+            ids += tokenizer(tokenizer.apply_chat_template(turns, tokenize=False))["input_ids"]
+        else:
+            ids += tokenizer(row["prompt"] + row["completion"])["input_ids"]
+            ids.append(tokenizer.eos_token_id)
+        if len(ids) >= tokens:
+            break
+    return torch.tensor(ids[: len(ids) // LENGTH * LENGTH], device=device).view(-1, LENGTH)
 
 
 @torch.no_grad()

@@ -46,19 +46,9 @@ def test_norm_and_swiglu_are_timed_in_training_and_in_decode(tmp_path: Path) -> 
     assert [row["name"] for row in rows] == [*names] * 4
 
 
-def test_the_optimizer_has_a_row_for_each_kind_of_states(tmp_path: Path) -> None:
-    rows = rows_of("optimizer", tmp_path, "--layers", "1")
-    assert [row["name"] for row in rows] == [
-        *("gradient norm", "requantize"),
-        *("optimizer step, compact states", "optimizer step, fp32 states"),
-    ]
-    assert all(row["gigabytes"] >= 0 and row["milliseconds"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("name", ["attention", "gemm"])
-def test_kernels_without_a_reference_are_refused_on_a_cpu(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"bench {name}: the reference has no such kernels"):
-        rows_of(name, tmp_path)
+def test_kernels_without_a_reference_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bench attention: the reference has no such kernels"):
+        rows_of("attention", tmp_path)
 
 
 def test_every_operation_has_a_record() -> None:

@@ -188,7 +188,7 @@ def test_a_full_disk_and_a_closed_pipe_are_no_traceback() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_bench_without_a_gpu_says_what_it_needs(jetrl: Callable) -> None:
-    result = jetrl("bench", "gemm", "--out", "x.json")
+    result = jetrl("bench", "norm", "--out", "x.json")
     assert (result.code, "needs an NVIDIA Hopper GPU" in result.err) == (2, True)
     words = "--shape tiny --layers 1 --plan bf16 --prompts 1 --prompt-length 4 --response-length 4"
     tried = jetrl("bench", "train", "--device", "cpu", *words.split())

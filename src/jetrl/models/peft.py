@@ -7,7 +7,7 @@ unties an embedding from its head unless `ensure_weight_tying` is set: a tied pa
 
 An unknown key of adapter_config.json is refused unless it is off: it may mean another kind of
 adapter. A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a
-rounding step does not change the stored one (benchmarks/merging.py measures that).
+rounding step does not change the stored one.
 """
 
 from __future__ import annotations
