@@ -63,8 +63,6 @@ class Choices:
         warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
-        drafts_right: The chance of a drafted token to be right, where a step with drafts is
-            measured; None: none is.
     """
 
     shape: str
@@ -76,18 +74,12 @@ class Choices:
     train: dict[str, Any]
     warm_micro_batches: int | None = None
     adapter_rank: int = 0
-    drafts_right: float | None = None
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
     """Return a policy of a plan with random weights."""
     return make_policy(
-        choices.shape,
-        plan,
-        choices.device,
-        choices.layers,
-        adapter_rank=choices.adapter_rank,
-        speculation=choices.drafts_right is not None,
+        choices.shape, plan, choices.device, choices.layers, adapter_rank=choices.adapter_rank
     )
 
 
@@ -359,6 +351,7 @@ class Flow:
             **choices.train,
         }
         words = [f"train.{key}={value}" for key, value in train.items()]
+        words.append("rollout.speculation=off")
         if for_plan:
             plan = self.policy.plan
             words += [
@@ -368,8 +361,6 @@ class Flow:
                 f"rollout.samples_per_prompt={load.samples}",
                 f"rollout.max_batch_size={self.engine.sizes.now.max_batch_size}",
             ]
-        if choices.drafts_right is None:
-            words.append("rollout.speculation=off")
         if for_plan and choices.adapter_rank:
             words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
         return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])

@@ -39,17 +39,6 @@ gradients, and the exchange of one micro-batch alone.
 Peaks of memory are given beside the memory plan, by phase. `--leave-free 78.75` takes memory of
 each GPU until so many GiB are left: as on a card of 80 GB.
 
-`--drafts-right 0.6` measures the step twice, with speculation off and then with drafts: the first
-step's completions, each token of which is right with this chance (`jetrl bench speculation`; 0.5,
-0.6 and 0.7 bring 2.0, 2.5 and 3.3 tokens a forward where drafts may be long). Look-ups in text run
-as in a run. Both steps draw the same tokens of the same weights, since the first one's update has a
-learning rate of zero; tokens and log-probs that differ are counted. `rollout` leaves out the
-capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts it). With
-`--one-update` both rows have the seconds of one update, made of the first rollout's tokens.
-
-    jetrl bench step --shape qwen3-8b --plan int8 --prompts 8 --samples 8 --response-length 8192 \
-        --drafts-right 0.6
-
 Lines on the console say when each phase begins. The JSON is written as soon as something is known,
 after the warm-up and after the rollout: `missing` names what such a row lacks, so that a run that
 is cut off in its update leaves its rollout.
@@ -91,7 +80,6 @@ from benchmarks.step_parts import (
     Known,
     digests,
     draw,
-    measure_with_drafts,
     recorded_exchange,
     rollout_row,
     slowest,
@@ -110,17 +98,7 @@ from jetrl.training.packing import pack, shares_prompts
 from jetrl.types import Sample
 
 # Of a row, what is printed below the table.
-PRINTED = (
-    "weights_changed",
-    "planned_gib",
-    "peak_of_plan",
-    "tokens_per_forward",
-    "different_tokens",
-    "different_logprobs",
-    "times_off",
-    "exchange",
-    "digests",
-)
+PRINTED = ("weights_changed", "planned_gib", "peak_of_plan", "exchange", "digests")
 
 
 def measure(
@@ -280,30 +258,10 @@ def rows_of(
 ) -> Iterator[tuple[Load, Row]]:
     """Yield (load, result row) pairs of one policy in the order of measurement."""
     for load in loads:
-        if args.drafts_right is not None:
-            for row in measure_with_drafts(policy, load, choices, limit, args.one_update):
-                yield load, row
-        elif args.rollout_only:
+        if args.rollout_only:
             yield load, measure_rollout(policy, load, choices, limit)
         else:
             yield load, measure(policy, load, choices, limit, args.digest, args.exchange, known)
-
-
-def check_drafts(args: argparse.Namespace) -> None:
-    """Raise an error where --drafts-right or --one-update cannot be used as they are given."""
-    right = args.drafts_right
-    if right is None:
-        if args.one_update:
-            raise UserError("--one-update goes with --drafts-right: give both")
-        return
-    if not 0 <= right <= 1:
-        raise UserError(f"--drafts-right {right:g}: give a share from 0 to 1")
-    if world().size > 1:
-        raise UserError("--drafts-right measures a step of one GPU: leave torchrun out")
-    for name in ("digest", "exchange", "rollout_only"):
-        if getattr(args, name):
-            other = "--" + name.replace("_", "-")
-            raise UserError(f"--drafts-right and {other} do not go together: leave one out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -339,15 +297,6 @@ def _parser() -> argparse.ArgumentParser:
         "--rollout-only", action="store_true", help="no update, for a model that has no room for it"
     )
     parser.add_argument(
-        "--drafts-right",
-        type=float,
-        metavar="SHARE",
-        help="measure the step also with drafts, whose tokens are right by this chance; one GPU",
-    )
-    parser.add_argument(
-        "--one-update", action="store_true", help="with --drafts-right: one update for both steps"
-    )
-    parser.add_argument(
         "--warm-micro-batches",
         type=int,
         help="micro-batches of the update that warms up; default: two a rank",
@@ -371,13 +320,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench step`."""
     args = _parser().parse_args(argv)
-    check_drafts(args)
     plans = plans_of(args)
-    choices = replace(
-        choices_of(args, args.max_batch_size),
-        warm_micro_batches=args.warm_micro_batches,
-        drafts_right=args.drafts_right,
-    )
+    choices = choices_of(args, args.max_batch_size)
+    choices = replace(choices, warm_micro_batches=args.warm_micro_batches)
     loads = [load_of(args), *args.load]
     command = command_typed("jetrl bench step", argv)
     if args.batch_per_rank:

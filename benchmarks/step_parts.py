@@ -1,8 +1,4 @@
-"""The phases of a measured step, with drafts and on several ranks, and its rows.
-
-Weights are random, so no text would be a good draft: the completions of the step without
-speculation, with wrong tokens among them, are the drafts of the other step, which draws the same
-tokens of the same weights. For that its first update has a learning rate of zero.
+"""The phases of a measured step, on one rank or several, and its rows.
 
 A digest does not depend on the number of ranks: it is a sum, modulo 2**64, of a number per element,
 made of the element's bits and its place in the whole tensor.
@@ -14,21 +10,19 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from benchmarks.flow import Choices, Flow, codes_of, share_changed
 from benchmarks.harness import Load, Row, flops
 from benchmarks.parity import plan_words
-from benchmarks.speculation import KnownDrafts, differences, width_rows
 from torch import Tensor
 
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
 from jetrl.precision import gradients as ordered_gradients
-from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import RolloutStats
 from jetrl.training.trainer import Trainer
 from jetrl.types import Completion, Sample
@@ -179,111 +173,6 @@ def step_row(
         "weights_changed": round(changed, 5),
         "train_retries": int(metrics.get("memory/train_retries", 0)),
     }
-
-
-_WARM_TOKENS = 64  # Of each completion in the call with drafts before the one that is timed.
-
-
-def measure_with_drafts(
-    policy: Policy,
-    load: Load,
-    choices: Choices,
-    limit: float,
-    one_update: bool = False,
-    mode: str = "auto",
-) -> Iterator[Row]:
-    """Yield the row of a step with speculation off, and then that of the same step with drafts.
-
-    Seconds of both rollouts are without the capture of graphs in them, as `late_capture_s`.
-
-    Args:
-        mode: "auto", or "text" to verify drafts in every forward.
-    """
-    right = choices.drafts_right
-    assert right is not None, "no drafts"
-    flow, changed = warmed(policy, load, choices)
-    off = _without_capture(draw(flow))
-    with _weights_kept(flow.trainer):
-        update = train(flow, off.samples)
-    updates = 1 if one_update else 2
-    plain = step_row(flow, choices, limit, off, update, changed)
-    yield {**plain, **_drafting(off, off), "updates": updates}
-    plain_engine = flow.engine  # Kept, so that its graphs are not collected before their memory.
-    drafts = _use_drafts(flow, off, right, mode)
-    on = _without_capture(draw(flow))
-    own = update if one_update else train(flow, on.samples)
-    del plain_engine
-    row = step_row(flow, choices, limit, on, own, changed)
-    yield {
-        **row,
-        **_drafting(on, off),
-        "updates": updates,
-        "speculation": mode,
-        "right": right,
-        "widths": width_rows(drafts.spent),
-        "times_off": {
-            "rollout": round(plain["seconds"]["rollout"] / row["seconds"]["rollout"], 3),
-            "step": round(plain["step_s"] / row["step_s"], 3),
-        },
-    }
-
-
-def _without_capture(rollout: TimedRollout) -> TimedRollout:
-    """Return a rollout whose seconds leave out those of capturing graphs."""
-    seconds = dict(rollout.seconds)
-    seconds["rollout"] -= rollout.stats.capture_s
-    return replace(rollout, seconds=seconds)
-
-
-@contextlib.contextmanager
-def _weights_kept(trainer: Trainer) -> Iterator[None]:
-    """Make updates of the block leave the master weights as they are: at a learning rate of 0."""
-    optimizer = trainer.optimizer
-    settings = optimizer.settings
-    optimizer.settings = settings.model_copy(update={"lr": 0.0})
-    try:
-        yield
-    finally:
-        optimizer.settings = settings
-
-
-def _use_drafts(flow: Flow, off: TimedRollout, right: float, mode: str) -> KnownDrafts:
-    """Let a flow sample with known drafts, after a short call with them; return the drafts."""
-    policy, load = flow.policy, flow.load
-    batch_size = flow.engine.sizes.now.max_batch_size
-    flow.engine.free_cache()
-    # As many pages as before from the start: the long call keeps the graphs of the short one.
-    engine = RolloutEngine(policy, max_batch_size=batch_size, num_pages=off.stats.pages_total)
-    drafts = KnownDrafts(batch_size, engine.max_model_len, policy.device, mode=mode)
-    drafts.know(off.completions, right, flow.vocabulary)
-    engine.use_drafts(drafts)
-    flow.engine = engine
-    flow.sample(seed=1, response_length=min(_WARM_TOKENS, load.response_length))
-    flow.captured = engine.stats.graphs, engine.stats.capture_s
-    engine.free_cache()
-    drafts.spent.clear()
-    return drafts
-
-
-def _drafting(rollout: TimedRollout, off: TimedRollout) -> Row:
-    """Return the tokens per forward that drafts brought, and how many tokens they changed."""
-    stats, drafts = rollout.stats, rollout.stats.speculation
-    tokens, logprobs = differences(rollout.completions, off.completions)
-    row: Row = {
-        "speculation": "off",
-        "right": None,
-        "tokens_per_forward": 1.0,
-        "verify_share": 0.0,
-        "forwards": stats.forwards,
-        "late_capture_s": round(stats.capture_s, 2),
-        "different_tokens": tokens,
-        "different_logprobs": logprobs,
-    }
-    if drafts is not None:
-        row["tokens_per_forward"] = round(drafts.tokens_per_forward, 3)
-        row["verify_share"] = round(drafts.verify_s / drafts.decode_s, 3)
-        row["drafted"], row["accepted"] = sum(drafts.drafted), sum(drafts.accepted)
-    return row
 
 
 _AT_ONCE = 2**24  # elements
