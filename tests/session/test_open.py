@@ -104,9 +104,9 @@ def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
     """The plan made before the prompts are read is the least that any prompts would take."""
     check, loads = opening.check_fits, []
 
-    def seen(*arguments: Any) -> Any:
+    def seen(*arguments: Any, **options: Any) -> Any:
         loads.append(arguments[3])
-        return check(*arguments)
+        return check(*arguments, **options)
 
     monkeypatch.setattr(opening, "check_fits", seen)
     with Session(load_config("demo", words)):
@@ -148,8 +148,8 @@ def test_a_resumed_run_says_the_micro_batches_that_it_takes(
         train(load_config("demo", words))
     check = opening.check_fits
 
-    def tight(*arguments: Any) -> Any:
-        fitted = check(*arguments)
+    def tight(*arguments: Any, **options: Any) -> Any:
+        fitted = check(*arguments, **options)
         return dataclasses.replace(fitted, tokens=fitted.tokens // 4)
 
     monkeypatch.setattr(opening, "check_fits", tight)

@@ -12,7 +12,7 @@ from jetrl.errors import OutOfMemoryStop
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session import Session
 from jetrl.session.open import RunContext
-from jetrl.session.training_run import MemoryPeaks, Phases
+from jetrl.session.phases import MemoryPeaks, Phases
 from jetrl.settings.loading import load_config
 from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer

@@ -207,12 +207,13 @@ def _check_fp8_cast() -> list[Finding]:
 def _check_exactness() -> list[Finding]:
     """Check that every operation is batch-invariant: a row's result depends on no other row."""
     from jetrl.precision.backend import accelerator
-    from jetrl.session.parity import check_policy, said_when_slow, self_check
+    from jetrl.session.parity import PROVING, check_policy, self_check
 
     properties = [("exact", checked) for checked in self_check()]
     if accelerator() is not None:
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
+        from jetrl.runs.console import announced_if_slow
 
         # Also check at the shapes of a real model, as a run does at its start.
         shape = {
@@ -221,7 +222,7 @@ def _check_exactness() -> list[Finding]:
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
         }  # fmt: skip
-        with said_when_slow():
+        with announced_if_slow(PROVING):
             properties += [("exact on the GPU", checked) for checked in self_check("cuda")]
             policy = Policy.from_config(shape, PrecisionPlan.preset(DEFAULT_PRESET), 0, "cuda")
             where = f"{DEFAULT_PRESET} at qwen3-0.6b's shapes"

@@ -26,7 +26,7 @@ from jetrl.untrusted import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.memory.fitting import Way
-    from jetrl.session.open import CheckedRun, Machine
+    from jetrl.session.open import Machine, RunContext
     from jetrl.settings.loading import Settings
 
 _USUAL = ("train.warmup_steps=5", "loop.steps=200", "eval.every=20", "checkpoint.every=50")
@@ -95,7 +95,7 @@ def _checker_of(model: str, data: str) -> list[str]:
 
 def _fitting(
     words: list[str], machine: Machine
-) -> tuple[CheckedRun, Machine, list[str], list[Way]]:
+) -> tuple[RunContext, Machine, list[str], list[Way]]:
     """Return the run after the smallest change that fits, its machine, words and alternatives."""
     from jetrl.memory.fitting import DoesNotFitError
     from jetrl.session.open import check_run
@@ -117,7 +117,7 @@ def _fitting(
             machine = replace(machine, cards=way.cards or machine.cards)
 
 
-def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others: list[Way]) -> str:
+def _head(out: Path, command: str, checked: RunContext, machine: Machine, others: list[Way]) -> str:
     """Return the recipe's opening comment: requirements, alternatives, commands."""
     from jetrl.memory.plan import GIB
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl.distributed.console import drop_output
+from jetrl.distributed.world import world
 from jetrl.runs.format import clip, count, duration, metric_value, number, percent, spread, visible
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.types import Sample, StepStats
@@ -29,10 +31,24 @@ logger = logging.getLogger(__name__)
 
 PLAIN_PROGRESS_S = 30.0
 SAMPLE_ROWS = 4
+_SILENT_S = 5.0
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
 Piece = tuple[str, str]
 """A piece of a line and its style."""
+
+
+@contextlib.contextmanager
+def announced_if_slow(what: str) -> Iterator[None]:
+    """Print on rank 0's stderr what the process waits for, if the block takes over 5 seconds."""
+    timer = threading.Timer(_SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if world().is_first:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Console:

@@ -4,7 +4,8 @@ session           the verbs of the training loop
 step              step record, sampling parameters, dynamic sampling, metrics; preflight
 from_python       settings from Python functions and examples
 open, building    checks before the start; models and data
-training_run      run directory, console, phases, memory peaks
+training_run      run directory, trackers, phases and checkpoints of an attempt
+phases            phases of a run: timing, console, memory peaks
 prompt_order      the order of training prompts
 partial_rollouts  completions that span several steps
 supervised        supervised updates, and reward-model training

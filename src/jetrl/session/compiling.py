@@ -42,7 +42,7 @@ from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.session.parity import said_when_slow
+from jetrl.runs.console import announced_if_slow
 from jetrl.settings.sections import RolloutSettings, verified_drafts
 from jetrl.types import SamplingParams
 
@@ -138,7 +138,7 @@ def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
         yield
         # Wait for our children, or for those of the process that holds the lock.
         until = time.monotonic() + _LIMIT_S
-        with said_when_slow(_WAITING):
+        with announced_if_slow(_WAITING):
             while time.monotonic() < until and (
                 any(child.poll() is None for child in children) or not (first or _locked(record))
             ):

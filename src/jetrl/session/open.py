@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,11 +42,12 @@ from jetrl.session.building import (
     value_model,
 )
 from jetrl.session.examples import preference_pair, trained_examples, worked_answer
-from jetrl.session.parity import check_correction, require_exact
+from jetrl.session.parity import require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder, with_steps
 from jetrl.session.ranks import problem_of
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
+from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
@@ -82,22 +83,26 @@ class Machine:
         return Machine(device, free_bytes(device))
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class TrainingContext:
-    """Model and data of any kind of training; `loading` describes the loading time.
+    """Settings, model and data of any kind of training.
 
-    The model has no weights until they are loaded. Prompts are in the order of their split.
+    The checks build the model without weights; loading replaces it and describes how long it took
+    in `loading`. Prompts are in the order of their split.
     """
 
+    settings: Settings
+    machine: Machine
     model: Model
     task: Task
     prompts: list[EncodedPrompt]
+    eval_prompts: list[EncodedPrompt]
     memory: Fitted
     notes: list[str]
-    loading: str
+    loading: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class RewardContext(TrainingContext):
     """Model and data of reward-model training."""
 
@@ -105,26 +110,22 @@ class RewardContext(TrainingContext):
     held_out: list[Pair]
 
 
-@dataclass(frozen=True)
-class CheckedRun(TrainingContext):
-    """An RL run that passed all checks except loading weights; loop.epochs is now loop.steps."""
+@dataclass(kw_only=True)
+class RunContext(TrainingContext):
+    """Models and data of an RL run.
 
-    settings: Settings
+    `settings` have loop.steps in place of loop.epochs. Only `open_context` sets the engine and the
+    models next to the policy.
+    """
+
     model: Policy
     objective: Objective
     max_turns: int
-    eval_prompts: list[EncodedPrompt]
-    scorer: Scorer
-
-
-@dataclass(frozen=True)
-class RunContext(CheckedRun):
-    """Models and data of an RL run."""
-
-    engine: RolloutEngine
-    reward: Reward | None
-    noise: NormNoise
-    draft_head: DraftHead | None
+    scorer: Scorer = field(init=False)
+    engine: RolloutEngine = field(init=False)
+    reward: Reward | None = field(init=False)
+    noise: NormNoise = field(init=False)
+    draft_head: DraftHead | None = field(init=False)
 
     @property
     def policy(self) -> Policy:
@@ -141,106 +142,66 @@ def check_run(
     stack: contextlib.ExitStack,
     resume: bool | None = None,
     machine: Machine | None = None,
-) -> CheckedRun:
+) -> RunContext:
     """Run all checks of a run that need no weights; raise UserError for a problem.
 
     Shared by a start, `--preflight` and `--dry-run`, so that they report the same. If `resume` is
     None, the run has no directory; the default machine is this one.
     """
     machine = machine or Machine.here(settings)
-    device, free, cards = machine.device, machine.free, machine.cards
     plan = PrecisionPlan.from_settings(settings.precision)
     # Cheap checks first: directory, trackers, user files.
-    _check_place(settings, plan, resume, cards)
+    _check_place(settings, plan, resume, machine.cards)
     check_trackers(settings.trackers.names)
     # Import the user's file; the record of its algorithm is known from here on.
     objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
     unfit = list(settings.algorithm_problems(objective.algorithm))
     if unfit and settings.algorithm.from_file and settings.loop.steps:
         raise UserError("; ".join(unfit))
-    notes = check_correction(settings.algorithm, plan)
-    config, others = model_config(settings), OtherModels.of(settings)
+    notes = _check_correction(settings.algorithm, plan)
+    config = model_config(settings)
+    others = OtherModels.of(settings)
     # Plan memory with the shortest prompts: a lower bound that fails early.
-    check_fits(settings, config, others, Workload.of(settings, config, 1), device, free, cards)
+    _planned(settings, config, others, Workload.of(settings, config, 1), machine)
     # Kernels support only some widths and plans.
-    check_device(config, plan, torch.device(device), machine.elsewhere)
-    rollout, task_settings = settings.rollout, settings.task
-    if device.startswith("cuda"):
-        check_gpu_sizes(rollout.max_batch_size, rollout.page_size)
+    check_device(config, plan, torch.device(machine.device), machine.elsewhere)
+    if machine.device.startswith("cuda"):
+        check_gpu_sizes(settings.rollout.max_batch_size, settings.rollout.page_size)
 
     # The data, and the memory plan with the longest prompt.
-    task, system_prompt = build_task(task_settings), task_settings.system_prompt
-    max_turns = turns_of(task, task_settings.max_turns)
+    task = build_task(settings.task)
+    max_turns = turns_of(task, settings.task.max_turns)
     policy = build_policy(settings, plan, task.alphabet, "meta")
-    prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
+    prompts = _training_prompts(settings, policy, task)
     settings, epoch = with_steps(settings, prompts, task.weights)
-    updates = settings.loop.steps * settings.train.updates_per_step
-    notes += [epoch, *_short_warm_ups(settings, sft=settings.sft.steps, train=updates)]
-    # Use another task object, since a task may answer differently each time.
     if settings.sft.steps:
-        for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
+        # Use another task object, since a task may answer differently each time.
+        for _ in trained_examples(worked_answer, build_task(settings.task), policy, prompts):
             pass  # a prompt without a demonstration is an error
-    eval_prompts = []
-    if settings.eval.every or settings.sft.until is not None:
-        split, limit = task_settings.eval_split, settings.eval.prompts
-        eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
-    notes += _overlap(task, prompts, eval_prompts)
+    evaluates = settings.eval.every or settings.sft.until is not None
+    eval_prompts = _eval_prompts(settings, policy, task) if evaluates else []
     # Only the policy reads eval prompts; other models read the training prompts.
-    _check_contexts(settings, config, others, max(len(prompt.inputs) for prompt in prompts))
-    longest = max(len(prompt.inputs) for prompt in (*prompts, *eval_prompts))
-    load = Workload.of(settings, config, longest, max_turns)
-    memory = check_fits(settings, config, others, load, device, free, cards)
-    coded = device != "cpu" and number_format(plan.train_linear).coded
-    if coded and num_parameters(config) <= _SLOWER_TO:
-        notes.append(
-            "precision.preset=bf16 updates a model this small faster: with 135M, on one H100, "
-            f"int8 took {_TIMES_BF16} times as long as bf16 rounded to nearest"
-        )
-    room = config.max_position_embeddings - longest
-    # A KV cache of a given size must fit, and must hold the longest sequence.
-    if rollout.num_pages is not None:
-        if free is not None:
-            page_bytes = PagedCache.page_bytes(config, plan, rollout.page_size)
-            check_room(rollout.num_pages, rollout.page_size, page_bytes, free)
-        most = min(rollout.max_tokens, room)
-        problem = too_small(rollout.num_pages, rollout.page_size, longest, most)
-        if problem and settings.loop.steps:
-            raise UserError(problem)
-    if rollout.max_tokens > room:
-        notes.append(
-            f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
-            f"tokens, the model's context has room for {room}"
-        )
-
-    if len(prompts) < rollout.prompts_per_step and settings.loop.steps:
-        notes.append(
-            f"task {task.label} has {len(prompts)} prompts to train on, fewer than "
-            f"rollout.prompts_per_step = {rollout.prompts_per_step}: a step samples some of them "
-            "more than once"
-        )
-
-    # Build now what is needed later, before anything slow.
-    PromptOrder(settings, prompts, task.weights)
-    PartialRollouts(settings, policy, prompts, max_turns, objective.dynamic_sampling, cards)
-    read_reference(settings, policy)
-    value_model(settings, policy)
-    build_reward(settings, policy, memory.tokens)
-    # Start scoring processes last; the stack closes them.
-    scorer = Scorer.from_settings(task_settings, settings.rollout.samples_per_prompt)
-    stack.enter_context(scorer)
-    return CheckedRun(
+    _check_contexts(settings, config, others, _longest(prompts))
+    load = Workload.of(settings, config, _longest([*prompts, *eval_prompts]), max_turns)
+    run = RunContext(
+        settings=settings,
+        machine=machine,
         model=policy,
         task=task,
         prompts=prompts,
-        memory=memory,
-        notes=notes,
-        loading="",
-        settings=settings,
+        eval_prompts=eval_prompts,
+        memory=_planned(settings, config, others, load, machine),
+        notes=[*notes, epoch],
         objective=objective,
         max_turns=max_turns,
-        eval_prompts=eval_prompts,
-        scorer=scorer,
     )
+    for check in _RUN_CHECKS:
+        run.notes += check(run)
+    _build_other_models(run)
+    # Start scoring processes last; the stack closes them.
+    run.scorer = Scorer.from_settings(settings.task, settings.rollout.samples_per_prompt)
+    stack.enter_context(run.scorer)
+    return run
 
 
 def check_pairs(
@@ -248,56 +209,73 @@ def check_pairs(
 ) -> RewardContext:
     """Run all checks of reward-model training that need no weights."""
     machine = machine or Machine.here(settings)
-    plan, task_settings = PrecisionPlan.from_settings(settings.precision), settings.task
+    plan = PrecisionPlan.from_settings(settings.precision)
     _check_place(settings, plan, resume, machine.cards)
     config = model_config(settings).with_scalar_head()
-
-    def planned(longest: int) -> Fitted:
-        return check_fits(
-            settings,
-            config,
-            others=OtherModels(),
-            load=Workload.of_pairs(settings, longest),
-            device=machine.device,
-            free=machine.free,
-            cards=machine.cards,
-        )
-
-    planned(1)  # lower bound: without pairs
+    others = OtherModels()
+    # Lower bound: without pairs.
+    _planned(settings, config, others, Workload.of_pairs(settings, 1), machine)
     check_device(config, plan, torch.device(machine.device), machine.elsewhere)
     # Read every pair now, so that problems are reported before weights are loaded.
-    task, system_prompt = build_task(task_settings), task_settings.system_prompt
+    task = build_task(settings.task)
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
-    prompts = encode_prompts(model, task, task_settings.split, system_prompt=system_prompt)
-    split, limit = task_settings.eval_split, settings.eval.prompts
-    eval_prompts = encode_prompts(model, task, split, limit, system_prompt)
+    prompts = _training_prompts(settings, model, task)
+    eval_prompts = _eval_prompts(settings, model, task)
     held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
-    pairs = [*trained_examples(preference_pair, build_task(task_settings), model, prompts)]
+    pairs = [*trained_examples(preference_pair, build_task(settings.task), model, prompts)]
+    longest = max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair)
+    load = Workload.of_pairs(settings, longest)
+    run = RewardContext(
+        settings=settings,
+        machine=machine,
+        model=model,
+        task=task,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        memory=_planned(settings, config, others, load, machine),
+        notes=[],
+        held_out=held_out,
+    )
+    run.notes += _short_warm_up("sft", settings.sft.warmup_steps, settings.sft.steps)
+    run.notes += _overlap(run)
     equal = sum(better == worse for better, worse in pairs)
-    notes = _short_warm_ups(settings, sft=settings.sft.steps)
-    notes += _overlap(task, prompts, eval_prompts)
     if equal:
-        notes += [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
-    memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))
-    return RewardContext(model, task, prompts, memory, notes, "", held_out)
+        run.notes.append(
+            f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"
+        )
+    return run
 
 
-def _overlap(
-    task: Task, prompts: Sequence[EncodedPrompt], eval_prompts: Sequence[EncodedPrompt]
-) -> list[str]:
-    """Return a warning if eval prompts are also training prompts."""
-    trained, held_out = ([e.prompt for e in some] for some in (prompts, eval_prompts))
-    problem = trained_on(task, trained, held_out)
-    return [WARNING + problem] if problem else []
+def _planned(
+    settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, machine: Machine
+) -> Fitted:
+    """Return the memory plan of a workload; raise if it does not fit on the machine."""
+    return check_fits(
+        settings,
+        config,
+        others,
+        load,
+        device=machine.device,
+        free=machine.free,
+        cards=machine.cards,
+    )
 
 
-def _short_warm_ups(settings: Settings, **updates: int) -> list[str]:
-    """Return notes about sections whose warm-up does not end before the last update."""
-    return [
-        f"{name}.warmup_steps is above its {count} updates: the rate never reaches {name}.lr"
-        for name, count in updates.items()
-        if 0 < count < getattr(settings, name).warmup_steps
-    ]
+def _training_prompts(settings: Settings, model: Model, task: Task) -> list[EncodedPrompt]:
+    section = settings.task
+    return encode_prompts(model, task, section.split, system_prompt=section.system_prompt)
+
+
+def _eval_prompts(settings: Settings, model: Model, task: Task) -> list[EncodedPrompt]:
+    section, limit = settings.task, settings.eval.prompts
+    return encode_prompts(model, task, section.eval_split, limit, section.system_prompt)
+
+
+def _longest(prompts: list[EncodedPrompt]) -> int:
+    return max(len(prompt.inputs) for prompt in prompts)
+
+
+# Checks of the settings
 
 
 def _check_place(
@@ -320,49 +298,25 @@ def _check_place(
     world().from_first("the run's directory", check)
 
 
-def open_context(
-    settings: Settings, stack: contextlib.ExitStack, resume: bool | None = None
-) -> RunContext:
-    """Check a run, then load its models; the stack closes the scoring processes."""
-    checked = check_run(settings, stack, resume)
-    settings = checked.settings
-    plan, rollout = checked.model.plan, settings.rollout
-    began = time.monotonic()
-    with explained("loading the model", _ADVICE):
-        policy = build_policy(settings, plan, checked.task.alphabet)
-        proof_s = require_exact(policy)
-        # The reward model's forward takes as many tokens as the plan allows.
-        reward = build_reward(settings, policy, checked.memory.tokens)
-    loading = f"models loaded in {time.monotonic() - began - (proof_s or 0.0):.1f} s"
-    if proof_s is not None:
-        loading += f", exactness proven in {proof_s:.1f} s"
-    # A draft head shares the embedding and the output head of the policy.
-    draft_head, device = None, choose_device(settings.run.device)
-    if rollout.asks_head and settings.loop.steps:
-        seed = derive_seed(settings.run.seed, "draft head")
-        draft_head = DraftHead(policy, settings.draft_head.tokens, seed)
-    engine = RolloutEngine(
-        policy,
-        rollout.max_batch_size,
-        num_pages=rollout.num_pages,
-        page_size=rollout.page_size,
-        max_prefill_tokens=rollout.max_prefill_tokens,
-        speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
-        draft_head=draft_head,
+def _check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
+    """Reject a mismatch correction under an exact plan, which has no mismatch.
+
+    Return a warning if sampler and trainer differ by more than rounding without a correction.
+    """
+    correction = algorithm.correction
+    if correction == "none":
+        if plan.rollout_linear == plan.train_linear and not plan.sampler_only:
+            return []
+        return [
+            f"under the plan {plan.name} sampler and trainer differ: consider "
+            "precision.preset=int8, where they do not (docs/study.md), or algorithm.correction=tis"
+        ]
+    if not plan.exact or algorithm.correction_under_exact_plan:
+        return []
+    raise UserError(
+        f"algorithm.correction = {correction} corrects nothing under the exact plan {plan.name!r}: "
+        "every weight is 1. Leave it out, or set algorithm.correction_under_exact_plan=true"
     )
-    facts = vars(checked) | {"model": policy, "loading": loading}
-    noise = NormNoise(policy, settings)
-    return RunContext(**facts, engine=engine, reward=reward, noise=noise, draft_head=draft_head)
-
-
-def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
-    """Check reward-model training, then load its model."""
-    checked = check_pairs(settings, resume)
-    began = time.monotonic()
-    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
-        model = build_scalar_model(settings, checked.model.plan, checked.task.alphabet)
-    loading = f"models loaded in {time.monotonic() - began:.1f} s"
-    return replace(checked, model=model, loading=loading)
 
 
 def _check_contexts(
@@ -382,3 +336,133 @@ def _check_contexts(
                 f"{key} = {path}: its context of {room} tokens is shorter than the longest prompt, "
                 f"of {longest_prompt}, and rollout.max_tokens = {max_tokens}; lower that"
             )
+
+
+# Checks of an RL run: each yields notes for the user, or raises UserError
+
+
+def _short_warm_ups(run: RunContext) -> Iterator[str]:
+    settings = run.settings
+    updates = settings.loop.steps * settings.train.updates_per_step
+    yield from _short_warm_up("sft", settings.sft.warmup_steps, settings.sft.steps)
+    yield from _short_warm_up("train", settings.train.warmup_steps, updates)
+
+
+def _short_warm_up(section: str, warmup_steps: int, updates: int) -> Iterator[str]:
+    """Note a learning-rate warm-up that is longer than the training."""
+    if 0 < updates < warmup_steps:
+        yield (
+            f"{section}.warmup_steps is above its {updates} updates: the rate never reaches "
+            f"{section}.lr"
+        )
+
+
+def _overlap(run: TrainingContext) -> Iterator[str]:
+    """Warn if eval prompts are also training prompts."""
+    trained = [encoded.prompt for encoded in run.prompts]
+    evaluated = [encoded.prompt for encoded in run.eval_prompts]
+    problem = trained_on(run.task, trained, evaluated)
+    if problem:
+        yield WARNING + problem
+
+
+def _slower_than_bf16(run: RunContext) -> Iterator[str]:
+    coded = run.machine.device != "cpu" and number_format(run.policy.plan.train_linear).coded
+    if coded and num_parameters(run.policy.config) <= _SLOWER_TO:
+        yield (
+            "precision.preset=bf16 updates a model this small faster: with 135M, on one H100, "
+            f"int8 took {_TIMES_BF16} times as long as bf16 rounded to nearest"
+        )
+
+
+def _sequences(run: RunContext) -> Iterator[str]:
+    """Check that the KV cache and the model's context hold the longest sequence."""
+    rollout, longest = run.settings.rollout, _longest([*run.prompts, *run.eval_prompts])
+    config, plan = run.policy.config, run.policy.plan
+    room = config.max_position_embeddings - longest
+    # A KV cache of a given size must fit, and must hold the longest sequence.
+    if rollout.num_pages is not None:
+        if run.machine.free is not None:
+            page_bytes = PagedCache.page_bytes(config, plan, rollout.page_size)
+            check_room(rollout.num_pages, rollout.page_size, page_bytes, run.machine.free)
+        most = min(rollout.max_tokens, room)
+        problem = too_small(rollout.num_pages, rollout.page_size, longest, most)
+        if problem and run.settings.loop.steps:
+            raise UserError(problem)
+    if rollout.max_tokens > room:
+        yield (
+            f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
+            f"tokens, the model's context has room for {room}"
+        )
+
+
+def _few_prompts(run: RunContext) -> Iterator[str]:
+    per_step = run.settings.rollout.prompts_per_step
+    if len(run.prompts) < per_step and run.settings.loop.steps:
+        yield (
+            f"task {run.task.label} has {len(run.prompts)} prompts to train on, fewer than "
+            f"rollout.prompts_per_step = {per_step}: a step samples some of them more than once"
+        )
+
+
+_RUN_CHECKS: tuple[Callable[[RunContext], Iterator[str]], ...] = (
+    _short_warm_ups,
+    _overlap,
+    _slower_than_bf16,
+    _sequences,
+    _few_prompts,
+)
+
+
+def _build_other_models(run: RunContext) -> None:
+    """Build what the run needs later, so that its errors come before anything slow."""
+    settings, policy, dynamic = run.settings, run.policy, run.objective.dynamic_sampling
+    PromptOrder(settings, run.prompts, run.task.weights)
+    PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
+    read_reference(settings, policy)
+    value_model(settings, policy)
+    build_reward(settings, policy, run.memory.tokens)
+
+
+def open_context(
+    settings: Settings, stack: contextlib.ExitStack, resume: bool | None = None
+) -> RunContext:
+    """Check a run, then load its models; the stack closes the scoring processes."""
+    run = check_run(settings, stack, resume)
+    settings, plan, rollout = run.settings, run.policy.plan, run.settings.rollout
+    began = time.monotonic()
+    with explained("loading the model", _ADVICE):
+        run.model = build_policy(settings, plan, run.task.alphabet)
+        proof_s = require_exact(run.policy)
+        # The reward model's forward takes as many tokens as the plan allows.
+        run.reward = build_reward(settings, run.policy, run.memory.tokens)
+    run.loading = f"models loaded in {time.monotonic() - began - (proof_s or 0.0):.1f} s"
+    if proof_s is not None:
+        run.loading += f", exactness proven in {proof_s:.1f} s"
+    # A draft head shares the embedding and the output head of the policy.
+    run.draft_head = None
+    if rollout.asks_head and settings.loop.steps:
+        seed = derive_seed(settings.run.seed, "draft head")
+        run.draft_head = DraftHead(run.policy, settings.draft_head.tokens, seed)
+    device = choose_device(settings.run.device)
+    run.engine = RolloutEngine(
+        run.policy,
+        rollout.max_batch_size,
+        num_pages=rollout.num_pages,
+        page_size=rollout.page_size,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+        speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
+        draft_head=run.draft_head,
+    )
+    run.noise = NormNoise(run.policy, settings)
+    return run
+
+
+def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
+    """Check reward-model training, then load its model."""
+    run = check_pairs(settings, resume)
+    began = time.monotonic()
+    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
+        run.model = build_scalar_model(settings, run.model.plan, run.task.alphabet)
+    run.loading = f"models loaded in {time.monotonic() - began:.1f} s"
+    return run

@@ -8,8 +8,6 @@ shapes.
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jetrl.distributed.world import world
-from jetrl.errors import MismatchError, UserError
+from jetrl.errors import MismatchError
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.models.decoder import BLOCKS
@@ -42,7 +39,7 @@ from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
-from jetrl.settings.algorithms import AlgorithmSettings
+from jetrl.runs.console import announced_if_slow
 from jetrl.settings.presets import PRESETS
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import PromptInputs, SamplingParams
@@ -104,28 +101,6 @@ def measure(
         k3_kl=metrics["mismatch/k3_kl"],
         token_mult_prob_error=metrics["mismatch/token_mult_prob_error"],
         first_different=next(differ, None),
-    )
-
-
-def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
-    """Reject a mismatch correction if an exact plan has no mismatch.
-
-    Returns a warning if sampler and trainer differ by more than rounding and there is no
-    correction.
-    """
-    correction = algorithm.correction
-    if correction == "none":
-        if plan.rollout_linear == plan.train_linear and not plan.sampler_only:
-            return []
-        return [
-            f"under the plan {plan.name} sampler and trainer differ: consider "
-            "precision.preset=int8, where they do not (docs/study.md), or algorithm.correction=tis"
-        ]
-    if not plan.exact or algorithm.correction_under_exact_plan:
-        return []
-    raise UserError(
-        f"algorithm.correction = {correction} corrects nothing under the exact plan {plan.name!r}: "
-        "every weight is 1. Leave it out, or set algorithm.correction_under_exact_plan=true"
     )
 
 
@@ -270,8 +245,7 @@ def _replay(
 # Slices of a batch whose results must equal those of the whole batch bit for bit.
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
 _ROWS = 1000
-_SILENT_S = 5.0
-_COMPILING = (
+PROVING = (
     "proving on this GPU that sampling and training agree; kernels that are in no cache yet are "
     "compiled first, which takes about a minute once"
 )
@@ -299,7 +273,7 @@ def require_exact(policy: Policy) -> float | None:
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
     began = time.monotonic()
-    with said_when_slow():
+    with announced_if_slow(PROVING):
         broken = failures(check_policy(policy))
     if broken:
         raise MismatchError(
@@ -308,19 +282,6 @@ def require_exact(policy: Policy) -> float | None:
             "precision.preset=bf16 promises nothing and runs"
         )
     return time.monotonic() - began
-
-
-@contextlib.contextmanager
-def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
-    """After a while, print on stderr what the run waits for; on a GPU, rank 0 only."""
-    timer = threading.Timer(_SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if world().is_first:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @torch.no_grad()

@@ -112,7 +112,6 @@ class Session:
         settings = self.settings = context.settings
 
         self.run = run = TrainingRun(
-            settings,
             context,
             stack,
             resume=self._resumes,

@@ -154,7 +154,7 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
     size = MicroBatchSize.of(settings.train, context.memory.tokens)
     trainer = RewardTrainer(context.model, settings, size)
     with contextlib.ExitStack() as stack:
-        run = TrainingRun(settings, context, stack, resume, began)
+        run = TrainingRun(context, stack, resume, began)
         run.checkpoints.register("micro_batches", size)
         run.checkpoints.register("guard", trainer.guard)
         if not run.checkpoints.in_supervised_updates:
