@@ -2,13 +2,12 @@
 # Measurements on one GPU that take minutes each, one name a call:
 #
 #     sh benchmarks/one_gpu.sh NAME [OUT]
-#     sh benchmarks/one_gpu.sh study STUDY.toml MINUTES [more studies] [--only ...]
+#     sh benchmarks/one_gpu.sh study STUDY.toml MINUTES [--only ...]
 #
 # OUT is the folder of the JSON files, build/bench unless it is given. PYTHON is the interpreter. The
-# seconds are those that one H200 is expected to take, start included. `study` works studies off, or
-# what a queue file names, with runs that share the card under NVIDIA's multi-process service
-# (docs/studies.md); JOBS is their number, PERCENT the share of the card's multiprocessors that each may
-# use (unset: all of them), and BESIDE a command that runs at the same time.
+# seconds are those that one H200 is expected to take, start included. `study` makes the runs of a
+# study or queue file, which share the GPU under NVIDIA's multi-process service (docs/studies.md): JOBS
+# runs at a time, each on PERCENT of the SMs (unset: all). BESIDE is a command to run at the same time.
 set -eu
 out=build/bench
 [ "${1:-}" = study ] || out=${2:-$out}

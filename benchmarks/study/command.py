@@ -10,8 +10,7 @@ For example:
     jetrl study flows.toml --minutes 10                     stop at checkpoints after ten minutes
     jetrl study flows.toml --minutes 10 --no-report         the same, and no report at the end
     jetrl study flows.toml --report-only                    the report of what is there
-    jetrl study doses.toml flows.toml --jobs 15             two studies, which share 15 places
-    jetrl study queue.toml --jobs 15 --minutes 9            those that a queue file names
+    jetrl study queue.toml --jobs 15 --minutes 9            parts of a study, in that order
     jetrl study benchmarks/results/study/flows.json         the report from the committed results
     jetrl study flows.json --reference unified              the same, compared with another arm
 
@@ -27,21 +26,21 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jetrl study STUDY.toml [...] [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] "
+        "jetrl study STUDY [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] "
         "[--minutes M] [--reference ARM] [--no-report | --report-only | --dry-run]"
     )
     parser.add_argument(
         "study",
-        nargs="*",
+        nargs="?",
         metavar="STUDY",
-        help="a study file, a results file (.json), or a queue file that names several studies",
+        help="a study file, a results file (.json), or a queue file with parts of one study",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="ARM | AXIS=VALUE | seed=N",
-        help="run only these variants, grid values and seeds of each study (repeatable)",
+        help="run only these variants, grid values and seeds (repeatable)",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at once per GPU (default: study.jobs)"

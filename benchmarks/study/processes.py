@@ -43,7 +43,6 @@ class Job:
     name: str
     words: Sequence[str]
     log: Path
-    study: str = ""
 
 
 class Worker:

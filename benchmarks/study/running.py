@@ -1,4 +1,4 @@
-"""Run the studies that `jetrl study` names: check them, work off their runs, report."""
+"""The command `jetrl study`: read and check a study, make its runs, write its report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from benchmarks.study.deviation import SECTION, SamplerDeviation
 from benchmarks.study.final_evaluation import answer_request
 from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.processes import Pool, cards_for
+from benchmarks.study.progress import Progress
 from benchmarks.study.report import write_report
 from benchmarks.study.results import Outcome, Results, kept_outcome, read_results
-from benchmarks.study.scheduler import Progress, Sitting, Work, entries_of, parts_of, work_of
+from benchmarks.study.scheduler import Sitting, read_queue, runs_in_order
 
 from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
@@ -36,32 +37,26 @@ def run(args: argparse.Namespace) -> int:
     if args.evaluate is not None:
         answer_request(Path(args.evaluate))
         return 0
-    if not args.study:
+    if args.study is None:
         raise UserError("jetrl study needs a study file; docs/studies.md shows how to write one")
     for name in ("jobs", "minutes"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name} {value:g}: a number above 0 is expected")
-    entries = entries_of([Path(name) for name in args.study], args.only)
-    opened_files = {entry.file: opened(entry.file, args.reference) for entry in entries}
-    if args.report_only or all(file.suffix == ".json" for file in opened_files):
+    file, parts = read_queue(Path(args.study), args.only)
+    definition, results = opened(file, args.reference)
+    if args.report_only or file.suffix == ".json":
         if args.only:
             raise UserError("--only chooses runs to work off; a report is of all that is done")
-        for _, results in opened_files.values():
-            if not results.runs:
-                raise UserError(
-                    f"{results.path}: no run is done yet, so there is nothing to report"
-                )
-        return max(report(definition, results) for definition, results in opened_files.values())
-    for file in opened_files:
-        if file.suffix == ".json":
-            raise UserError(f"{file}: results run nothing; give the study file, or no study file")
-    queue = [work_of(entry, *opened_files[entry.file]) for entry in entries]
+        if not results.runs:
+            raise UserError(f"{results.path}: no run is done yet, so there is nothing to report")
+        return report(definition, results)
+    runs = runs_in_order(definition, parts)
     if args.dry_run:
-        print("\n\n".join(map(dry_run, queue)))
-        check_runs(queue)
+        print(dry_run(definition, results, runs))
+        check_runs(results, runs)
         return 0
-    return work_off(args, queue)
+    return work_off(args, definition, results, runs)
 
 
 def opened(path: Path, reference: str | None = None) -> tuple[Definition, Results]:
@@ -139,42 +134,41 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     return tree
 
 
-def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
-    """Work off the runs of a queue, write the reports, and return an exit code."""
-    check_runs(queue)
-    first = queue[0]
-    cards = cards_for(first.runs[0].settings.run.device)
-    jobs = args.jobs or first.definition.study.jobs or (4 if cards else 1)
+def work_off(
+    args: argparse.Namespace, definition: Definition, results: Results, runs: Sequence[PlannedRun]
+) -> int:
+    """Make the runs, write the report, and return an exit code."""
+    check_runs(results, runs)
+    cards = cards_for(runs[0].settings.run.device)
+    jobs = args.jobs or definition.study.jobs or (4 if cards else 1)
     before = signal.signal(signal.SIGTERM, _terminate)
-    with contextlib.ExitStack() as locks:
-        locks.callback(signal.signal, signal.SIGTERM, before)
-        for out in {work.definition.out for work in queue}:
-            out.mkdir(parents=True, exist_ok=True)
-            locks.callback(RunLock(out).release)
-        pool, progress = Pool(cards, jobs, first.definition.study.threads), Progress()
-        parts = parts_of(queue, progress)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        definition.out.mkdir(parents=True, exist_ok=True)
+        stack.callback(RunLock(definition.out).release)
+        pool, progress = Pool(cards, jobs, definition.study.threads), Progress()
+        sitting = Sitting(definition, runs, results, progress.event)
         try:
-            scheduler.work_off(parts, pool, progress, args.minutes)
+            scheduler.work_off(sitting, pool, progress, args.minutes)
         except (KeyboardInterrupt, Terminated):
-            tell("the runs were stopped at checkpoints; the same command goes on")
+            tell("the runs were stopped at checkpoints; the same command continues them")
             raise
-    sittings = {id(part.sitting): part.sitting for part in parts}.values()
-    return max(ended(sitting, with_report=not args.no_report) for sitting in sittings)
+    return ended(sitting, with_report=not args.no_report)
 
 
 def ended(sitting: Sitting, with_report: bool) -> int:
-    """Write the report of a study that was worked at, say what is left, and return an exit code."""
+    """Write the report, print failed and remaining runs, and return an exit code."""
     definition, results = sitting.definition, sitting.results
     code = 1 if results.failed or not results.runs else 0
     if results.runs and with_report:
         code = report(definition, results)
     for reason in dict.fromkeys(results.failed.values()):
         names = [name for name, own in results.failed.items() if own == reason]
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         print(f"failed: {', '.join(names[:3])}{more}: {reason}")
     if sitting.left:
         total = sitting.standing().total
-        print(f"{len(sitting.left)} of {total} runs are left; the same command goes on")
+        print(f"{len(sitting.left)} of {total} runs are left; the same command continues")
         return TimeLimitReached.exit_code
     return code
 
@@ -192,29 +186,29 @@ def report(definition: Definition, results: Results) -> int:
     return 1 if written.unequal_twins or results.failed else 0
 
 
-def dry_run(work: Work) -> str:
-    """Return the runs of a part of the queue and the state of each, as a table."""
-    results = work.results
+def dry_run(definition: Definition, results: Results, runs: Sequence[PlannedRun]) -> str:
+    """Return a table of the runs and their states."""
     rows = [("run", "arm", "seed", "steps", "begins from", "state")]
-    for one in work.runs:
+    for run in runs:
         state = "to do"
-        if one.name in results.runs:
+        if run.name in results.runs:
             state = "done"
-        elif one.path.is_dir():
-            state = run_state(one.path)
-            if isinstance(kept_outcome(work.definition, one), Outcome):
+        elif run.path.is_dir():
+            state = run_state(run.path)
+            if isinstance(kept_outcome(definition, run), Outcome):
                 state = "evaluated, not in the results"
-        start = one.start.name if one.start else one.settings.model.path or "random weights"
-        rows.append((one.name, one.arm, str(one.seed), str(one.settings.loop.steps), start, state))
-    done = sum(one.name in results.runs for one in work.runs)
-    out = work.definition.out
-    return f"{table(rows)}\n\n{len(work.runs)} runs, {done} done; they go to {out}"
+        start = run.start.name if run.start else run.settings.model.path or "random weights"
+        rows.append((run.name, run.arm, str(run.seed), str(run.settings.loop.steps), start, state))
+    done = sum(run.name in results.runs for run in runs)
+    return f"{table(rows)}\n\n{len(runs)} runs, {done} done; they go to {definition.out}"
 
 
-def check_runs(queue: Sequence[Work]) -> None:
-    """Check what the settings of runs to do name, once per task, model and precision."""
+def check_runs(results: Results, runs: Sequence[PlannedRun]) -> None:
+    """Check the task, model and precision of the runs to do, each combination once."""
     seen: set[str] = set()
-    for run in (run for work in queue for run in work.runs if run.name not in work.results.runs):
+    for run in runs:
+        if run.name in results.runs:
+            continue
         settings = run.settings
         first = run.start.settings if run.start is not None else settings
         precision = (settings.precision, run.deviation)

@@ -1,24 +1,22 @@
-"""Working off the runs of studies: what comes next, and what is recorded at the end.
+"""Schedule the runs of a study: choose the next command, and record how each one ended.
 
-Each run is a command in a child process, `jetrl train`, followed by one that evaluates its final
-weights; its supervised start, if it has one, comes before. What is done is skipped, what was cut is
-resumed with the same bits, and what fails is tried once more and then reported, while the others
-continue. A run that ends on non-finite numbers has collapsed: that is a result.
+A run takes two commands in child processes: `jetrl train`, then the evaluation of its final
+weights. Its supervised start, if any, is trained first. Finished runs are skipped, interrupted runs
+resume with the same bits, and a command that fails is retried once and then reported, while other
+runs continue. A run that ends on non-finite numbers has collapsed, which is a result.
 
-A free place goes to the first part of the queue that has a command to start, so places that the
-last runs of one study leave free go to the next study. A trained run is evaluated before anything
-else begins, since nothing is kept of it until then. With a time limit, a run that would not end in
-time leaves its place to a shorter one.
+Runs start in the order of the queue. A trained run is evaluated before another run starts, since
+its result exists only after the evaluation. With a time limit, a run that would not end in time
+gives way to a shorter one.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 import tomllib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +26,7 @@ from benchmarks.study.definition import Definition
 from benchmarks.study.final_evaluation import has_weights
 from benchmarks.study.plan import PlannedRun, PlannedStart, chosen, planned_runs, recipe_of
 from benchmarks.study.processes import POLL_S, Child, Job, Pool, last_line
+from benchmarks.study.progress import Progress, Standing
 from benchmarks.study.results import (
     FINAL_EVALUATION,
     OUTCOME,
@@ -49,62 +48,50 @@ from jetrl.errors import NonFiniteError, UserError
 from jetrl.files import read_stored, read_text
 from jetrl.runs.attempts import is_locked, read_attempts, read_status, run_state
 from jetrl.runs.directory import settings_that_differ
-from jetrl.runs.format import clip, duration, visible
+from jetrl.runs.format import clip, duration
 from jetrl.runs.storage import storing, write_atomically
 from jetrl.settings.loading import Settings, load_config
 from jetrl.settings.section import Section
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An entry of a queue: a study file, and the runs of that study.
-
-    Attributes:
-        file: The study file, or the results file of a study.
-        only: Names of arms, AXIS=VALUE and seed=NUMBER, as of `--only`; none: all runs.
-        place: The queue file that it stands in, for messages; "": the command line.
-    """
-
-    file: Path
-    only: Sequence[str]
-    place: str = ""
-
-
 class _StudyTable(Section):
-    """A table `[[study]]` of a queue file."""
+    """A table `[[study]]` of a queue file: the study file, and runs as `--only` names them."""
 
     file: str
     only: list[str] = Field(default_factory=list)
 
 
 class _QueueFile(Section):
-    """The tables of a queue file."""
-
     study: Annotated[list[_StudyTable], Field(min_length=1)]
 
 
-def entries_of(files: Sequence[Path], only: Sequence[str]) -> list[Entry]:
-    """Return the entries of study files and queue files, in their order."""
-    entries: list[Entry] = []
-    for file in files:
-        tables = _tables_of(file)
-        if tables is None:
-            entries.append(Entry(file, only))
-        elif only:
-            raise UserError(f"{file} is a queue file, which says itself what is run: no --only")
-        else:
-            entries += [Entry(Path(table.file), table.only, str(file)) for table in tables]
-    return entries
+def read_queue(file: Path, only: Sequence[str]) -> tuple[Path, list[Sequence[str]]]:
+    """Return the study file or results file, and the parts of the study in the order to run.
+
+    Args:
+        file: A study file, a results file, or a queue file whose tables all name one study.
+        only: The words of `--only`, which a queue file has itself.
+    """
+    tables = _queue_tables(file)
+    if tables is None:
+        return file, [only]
+    if only:
+        raise UserError(f"{file} is a queue file, which says itself what is run: no --only")
+    first = tables[0].file
+    other = next((table.file for table in tables if table.file != first), None)
+    if other is not None:
+        raise UserError(f"{file} names {first} and {other}: give each study a queue of its own")
+    return Path(first), [table.only for table in tables]
 
 
-def _tables_of(file: Path) -> list[_StudyTable] | None:
+def _queue_tables(file: Path) -> list[_StudyTable] | None:
     """Return the tables of a queue file; None for another file."""
     if file.suffix == ".json":
         return None
     try:
         tree = tomllib.loads(read_text(file))
     except (OSError, UserError, ValueError, RecursionError):
-        return None
+        return None  # the reader of study files says what is wrong
     if not isinstance(tree.get("study"), list):
         return None
     try:
@@ -115,17 +102,24 @@ def _tables_of(file: Path) -> list[_StudyTable] | None:
         raise UserError(f"{file}: {key}: {first['msg']}; a [[study]] has file and only") from None
 
 
+def runs_in_order(definition: Definition, parts: Sequence[Sequence[str]]) -> list[PlannedRun]:
+    """Return the runs of a study that the parts of a queue name, each run once."""
+    planned = planned_runs(definition)
+    runs = {run.name: run for only in parts for run in chosen(planned, only)}
+    return list(runs.values())
+
+
 Stage = Literal["train", "evaluate", "collect", "done", "failed"]
 
 
 @dataclass
 class Item:
-    """A piece of work: a run of the study, or a start that runs wait for.
+    """The state of a run, or of a start that runs wait for.
 
     Attributes:
-        stage: What is to be done next, or how it ended.
-        reason: The message that the run ended or failed with.
-        outcome: The outcome that an earlier sitting left, where it has only to be collected.
+        stage: The next command, or how the work ended.
+        reason: The message with which the run ended or failed.
+        outcome: An evaluation from an earlier command that is not in the results file yet.
     """
 
     work: PlannedRun | PlannedStart
@@ -143,7 +137,7 @@ class Item:
 
 
 def look(item: Item, definition: Definition, results: Results) -> None:
-    """Set the stage of a piece of work to what its files say."""
+    """Set the stage of a run or start by its files."""
     work = item.work
     result = results.runs.get(work.name)
     if result is not None:
@@ -161,7 +155,7 @@ def look(item: Item, definition: Definition, results: Results) -> None:
 
 
 def _look_at_ended(item: Item, run: PlannedRun, definition: Definition, results: Results) -> None:
-    """Set the stage of a run that has a directory and no result, if its training ended."""
+    """Set the stage of a run with a directory but no result, if its training ended."""
     outcome = kept_outcome(definition, run)
     if isinstance(outcome, Outcome):
         item.stage, item.outcome = "collect", outcome
@@ -179,10 +173,10 @@ def _look_at_ended(item: Item, run: PlannedRun, definition: Definition, results:
 
 
 def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
-    """Return whether a run directory holds steps that were made with the present settings.
+    """Return whether a run directory holds steps with the current settings.
 
-    A setting that only its default gives a value keeps the one that the run began with: what counts
-    is that the study says of the run what it said when the run began.
+    A default that changed since is no difference: the study file must set the same values as when
+    the run began.
     """
     config = work.path / "config.toml"
     if not config.is_file():
@@ -207,12 +201,12 @@ def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
 
 
 def recipe_file(work: PlannedRun | PlannedStart, definition: Definition) -> Path:
-    """Return the file of a run's recipe, with which its command is started."""
+    """Return the recipe file of a run's command."""
     return definition.out / "recipes" / f"{work.name}.toml"
 
 
 def steps_done(path: Path) -> int:
-    """Return how many steps a run has made, by its status file."""
+    """Return the number of finished steps of a run, from its status file."""
     status = read_status(path) if path.is_dir() else None
     if status is None:
         return 0
@@ -227,7 +221,7 @@ MOST_FAILURES = 2
 
 
 class Sitting:
-    """A sitting at a study."""
+    """The runs of a study while a command works at them: stages, results and failures."""
 
     def __init__(
         self,
@@ -241,7 +235,7 @@ class Sitting:
         starts = {run.start.name: run.start for run in runs if run.start is not None}
         self._starts = {name: Item(start) for name, start in starts.items()}
         self._first_weights = FirstWeights(runs, results)
-        self._killed: set[int] = set()  # ids of processes that were killed for kill_after
+        self._killed: set[int] = set()  # process ids that kill_after ended
         self._earlier = set(results.runs)  # names of runs that were done before this sitting
         for item in self._items.values():
             look(item, definition, results)
@@ -261,38 +255,36 @@ class Sitting:
         """The names of the runs that are neither done nor failed."""
         return [name for name, item in self._items.items() if not item.is_over]
 
-    # What is to be done
+    # Choosing the next command
 
-    def next_evaluation(self, names: Container[str]) -> Job | None:
-        """Return the evaluation of a trained run, which counts as running then, or None."""
-        for name, item in self._items.items():
-            if name in names and item.stage == "evaluate" and not item.running:
+    def next_job(self, has_room_for: Callable[[float], bool]) -> Job | None:
+        """Return the next command, which counts as running from now on; None if none can start."""
+        for item in self._items.values():
+            if item.stage == "evaluate" and not item.running:
                 return self._evaluation(item)
+        for item in self._items.values():
+            if item.stage == "train" and not item.running:
+                next_item = self._next_to_train(item, has_room_for)
+                if next_item is not None:
+                    return self._training(next_item)
         return None
 
-    def next_training(
-        self, names: Container[str], has_room_for: Callable[[float], bool]
-    ) -> Job | None:
-        """Return the next training of a run or its start, which counts as running then, or None."""
-        for name, item in self._items.items():
-            if name not in names or item.stage != "train" or item.running:
-                continue
-            run = item.work
-            assert isinstance(run, PlannedRun)
-            expected_s = self._expected_s(run)
-            if expected_s is not None and not has_room_for(expected_s):
-                continue
-            if run.start is None:
-                return self._training(item)
-            prior = self._starts[run.start.name]
-            if prior.stage == "done":
-                return self._training(item)
-            if not prior.running:
-                return self._training(prior)
-        return None
+    def _next_to_train(self, item: Item, has_room_for: Callable[[float], bool]) -> Item | None:
+        """Return the run, or the start that it waits for; None if it cannot begin now."""
+        run = item.work
+        assert isinstance(run, PlannedRun)
+        expected_s = self._expected_s(run)
+        if expected_s is not None and not has_room_for(expected_s):
+            return None
+        if run.start is None:
+            return item
+        start = self._starts[run.start.name]
+        if start.stage == "done":
+            return item
+        return None if start.running else start
 
     def _expected_s(self, run: PlannedRun) -> float | None:
-        """Return the most seconds of a finished run at the same grid point, or None."""
+        """Return the longest time of a finished run at the same grid point, in seconds, or None."""
         finished = {
             name: done
             for name, done in self.results.runs.items()
@@ -308,7 +300,7 @@ class Sitting:
         )
 
     def _training(self, item: Item) -> Job:
-        """Return the command that trains a run from its beginning or its last checkpoint."""
+        """Return the command that trains a run or start, from its last checkpoint if any."""
         work = item.work
         recipe = recipe_file(work, self.definition)
         with storing(recipe):
@@ -329,7 +321,7 @@ class Sitting:
         return self._job(item.work.name, ["study", "--evaluate", str(file)])
 
     def _request(self, item: Item) -> Request:
-        """Return the order to evaluate a run that has ended."""
+        """Return the evaluation request of a run that has ended."""
         run = item.work
         assert isinstance(run, PlannedRun)
         sha256 = self._first_weights.sha256(run.settings.model.path)
@@ -337,15 +329,15 @@ class Sitting:
 
     def _job(self, name: str, words: Sequence[str]) -> Job:
         log = self.definition.out / "logs" / f"{name}.txt"
-        return Job(name, words, log, str(self.definition.source))
+        return Job(name, words, log)
 
-    # What has ended
+    # Recording how commands ended
 
     def _item_of(self, child: Child) -> Item:
         return self._items.get(child.job.name) or self._starts[child.job.name]
 
-    def take_in(self, child: Child) -> None:
-        """Go on with a piece of work whose command has ended."""
+    def record(self, child: Child) -> None:
+        """Record a command that has ended: its run or start moves to the next stage."""
         item, code = self._item_of(child), child.process.returncode
         item.running = False
         if code == 0:
@@ -368,7 +360,7 @@ class Sitting:
                 self._tell(f"{item.work.name}: {clip(reason, 200)}; tried once more")
 
     def _advance(self, item: Item) -> None:
-        """Go on with a piece of work whose child process came to its end."""
+        """Move a run or start whose command succeeded to its next stage."""
         if isinstance(item.work, PlannedStart):
             try:
                 self._first_weights.sha256(str(item.work.path / "model"))
@@ -386,7 +378,7 @@ class Sitting:
         return outcome_file(request_file(self.definition, item.work.name))
 
     def _finish(self, item: Item, outcome: Outcome, *remarks: str) -> None:
-        """Take down the result of a run."""
+        """Add the result of a run to the results file."""
         run = item.work
         assert isinstance(run, PlannedRun)
         result = result_of(self.definition, run, outcome)
@@ -405,7 +397,7 @@ class Sitting:
         self._tell(f"{run.name}: {', '.join(words)}")
 
     def _fail(self, item: Item, reason: str) -> None:
-        """Take down that a piece of work has failed; the others go on."""
+        """Record that a run or start has failed; the others continue."""
         item.stage, item.reason = "failed", reason
         self._tell(f"{item.work.name}: failed: {clip(reason, 300)}")
         if isinstance(item.work, PlannedRun):
@@ -415,7 +407,7 @@ class Sitting:
             self._fail_beginning(str(item.work.path / "model"), reason)
 
     def _fail_beginning(self, folder: str, reason: str) -> None:
-        """Take down that the runs that would begin from a model have failed, in one line."""
+        """Record the failure of all runs that begin from a model; print one line."""
         refused = [
             item
             for item in self._items.values()
@@ -428,10 +420,10 @@ class Sitting:
             self.results.write()
             self._tell(f"{len(refused)} runs that begin from {folder} failed: {clip(reason, 300)}")
 
-    # Kills, and the standing
+    # Kills and progress
 
     def kill_if_due(self, child: Child) -> None:
-        """Kill a run that has reached a step of `kill_after`."""
+        """Kill a run at its next step of `kill_after`."""
         item = self._item_of(child)
         if not isinstance(item.work, PlannedRun) or item.stage != "train":
             return
@@ -445,7 +437,7 @@ class Sitting:
             child.process.kill()
 
     def standing(self) -> Standing:
-        """Return the standing of the study."""
+        """Return the progress of the study."""
         work = work_done = 0.0
         running = []
         for item in self._items.values():
@@ -469,19 +461,11 @@ class Sitting:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the queue: runs of one study."""
-
-    sitting: Sitting
-    names: frozenset[str]
-
-
-@dataclass(frozen=True)
 class TimeLimit:
-    """Seconds after which the runs that are left are stopped.
+    """The time limit of a command.
 
     Attributes:
-        end: The time of `time.monotonic` at which they are over.
+        end: The end, by `time.monotonic`.
     """
 
     seconds: float
@@ -493,42 +477,38 @@ class TimeLimit:
         return time.monotonic() > self.end
 
     def has_room_for(self, seconds: float) -> bool:
-        """Return whether a run should begin now, by the seconds that it is expected to take.
+        """Return whether a run of this expected length should start now.
 
-        One that takes longer than the whole limit may: it is stopped, and resumed another time.
+        A run longer than the whole limit may start: it is stopped at a checkpoint and resumed by a
+        later command.
         """
         return seconds <= self.end - time.monotonic() or seconds > self.seconds
 
 
 def work_off(
-    parts: Sequence[Part], pool: Pool, progress: Progress, minutes: float | None = None
+    sitting: Sitting, pool: Pool, progress: Progress, minutes: float | None = None
 ) -> None:
-    """Work off the runs of studies; those that are running at the end are stopped at a checkpoint.
+    """Make the runs of a study; runs that are going on at the end stop at a checkpoint.
 
     Args:
-        minutes: The minutes after which the runs that are left are stopped at a checkpoint; None:
-            no limit.
+        minutes: The time limit in minutes; None: no limit.
     """
-    sittings = {str(part.sitting.definition.source): part.sitting for part in parts}
-
-    def standing() -> Standing:
-        return together([sitting.standing() for sitting in sittings.values()])
-
-    progress.begin(standing())
+    progress.begin(sitting.standing())
     seconds = math.inf if minutes is None else 60 * minutes
     limit = TimeLimit(seconds, time.monotonic() + seconds)
     try:
-        pool.warm_up(sum(len(sitting.left) for sitting in sittings.values()))
+        pool.warm_up(len(sitting.left))
         while True:
             for child in pool.ended():
-                sittings[child.job.study].take_in(child)
+                sitting.record(child)
             for child in pool.children:
-                sittings[child.job.study].kill_if_due(child)
-            _fill(pool, parts, limit)
-            progress.show(standing)
+                sitting.kill_if_due(child)
+            while pool.has_place and (job := sitting.next_job(limit.has_room_for)):
+                pool.start(job)
+            progress.show(sitting.standing)
             if not pool.children:
-                if any(sitting.left for sitting in sittings.values()):
-                    progress.event("no run that is left would end before the time is up")
+                if sitting.left:
+                    progress.event("none of the remaining runs would end within the time limit")
                 return
             if limit.is_over:
                 running = len(pool.children)
@@ -538,162 +518,3 @@ def work_off(
     finally:
         pool.stop()
         progress.close()
-
-
-def _fill(pool: Pool, parts: Sequence[Part], limit: TimeLimit) -> None:
-    """Start commands at the free places, as long as there are both."""
-    while pool.has_place:
-        job = _next_job(parts, limit)
-        if job is None:
-            return
-        pool.start(job)
-
-
-def _next_job(parts: Sequence[Part], limit: TimeLimit) -> Job | None:
-    """Return the next command: an evaluation, else a training, of the first part that has one."""
-    for part in parts:
-        if job := part.sitting.next_evaluation(part.names):
-            return job
-    for part in parts:
-        if job := part.sitting.next_training(part.names, limit.has_room_for):
-            return job
-    return None
-
-
-@dataclass(frozen=True)
-class Work:
-    """The runs of a study that an entry of the queue names."""
-
-    definition: Definition
-    results: Results
-    runs: Sequence[PlannedRun]
-
-
-def work_of(entry: Entry, definition: Definition, results: Results) -> Work:
-    """Return the runs that an entry of the queue names."""
-    runs = planned_runs(definition)
-    try:
-        return Work(definition, results, chosen(runs, entry.only))
-    except UserError as error:
-        where = f"{entry.place}: {entry.file}: " if entry.place else ""
-        raise UserError(f"{where}{error}") from None
-
-
-def parts_of(queue: Sequence[Work], progress: Progress) -> list[Part]:
-    """Return the parts of a queue, with one sitting for each study."""
-    studies: dict[str, list[Work]] = {}
-    for work in queue:
-        studies.setdefault(str(work.definition.source), []).append(work)
-    _check_apart([own[0].definition for own in studies.values()])
-    sittings = {}
-    for source, own in studies.items():
-        definition, results = own[0].definition, own[0].results
-        runs = {run.name: run for work in own for run in work.runs}
-        tell = progress.event if len(studies) == 1 else _naming(definition.study.name, progress)
-        sittings[source] = Sitting(definition, [*runs.values()], results, tell)
-    return [
-        Part(sittings[str(work.definition.source)], frozenset(run.name for run in work.runs))
-        for work in queue
-    ]
-
-
-def _check_apart(definitions: Sequence[Definition]) -> None:
-    """Check that no two studies write the same files."""
-    sources: dict[Path, Path] = {}
-    for definition in definitions:
-        for path in (definition.out.absolute(), definition.results_file.absolute()):
-            if path in sources:
-                raise UserError(
-                    f"{sources[path]} and {definition.source} both write {path}; give one of them "
-                    "another study.name, study.out or study.results"
-                )
-            sources[path] = definition.source
-
-
-def _naming(study: str, progress: Progress) -> Callable[[str], None]:
-    """Return a function that prints a line with the name of a study before it."""
-    return lambda text: progress.event(f"{study}: {text}")
-
-
-REFRESH_S, QUIET_S = 0.5, 60.0  # between live lines: on a terminal, and in a log
-_FORESEEN = 0.05  # share of the work after which the time that is left can be estimated
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The standing of one study, or of several together, at a moment.
-
-    Attributes:
-        work_done: The work that is done, in steps times tokens a completion.
-    """
-
-    done: int
-    failed: int
-    total: int
-    work_done: float
-    work: float
-    running: Sequence[str]
-
-
-def together(standings: Sequence[Standing]) -> Standing:
-    """Return the standing of several studies together."""
-    return Standing(
-        sum(one.done for one in standings),
-        sum(one.failed for one in standings),
-        sum(one.total for one in standings),
-        sum(one.work_done for one in standings),
-        sum(one.work for one in standings),
-        [words for one in standings for words in one.running],
-    )
-
-
-class Progress:
-    """The console of studies."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
-        self.begin(Standing(0, 0, 0, 0.0, 0.0, []))
-
-    def begin(self, standing: Standing) -> None:
-        """Begin the estimate of the time that is left."""
-        self._began = self._shown_at = time.monotonic()
-        self._first = standing
-
-    def event(self, text: str) -> None:
-        """Print a line that stays."""
-        print(self._cleared(visible(text, newlines=True)), flush=True)
-
-    def show(self, standing_now: Callable[[], Standing]) -> None:
-        """Show the standing in the live line, if the last one is old enough."""
-        now = time.monotonic()
-        if now - self._shown_at < (REFRESH_S if self._terminal else QUIET_S):
-            return
-        self._shown_at = now
-        line = self.line(standing_now(), now - self._began)
-        if self._terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(self._cleared(clip(visible(line), width)), end="", flush=True)
-        else:
-            print(visible(line), flush=True)
-
-    def close(self) -> None:
-        """Clear the live line."""
-        if self._terminal:
-            print(self._cleared(""), end="", flush=True)
-
-    def line(self, standing: Standing, elapsed_s: float) -> str:
-        """Return the live line."""
-        pieces = [f"{standing.done} of {standing.total} runs done"]
-        if standing.failed:
-            pieces.append(f"{standing.failed} failed")
-        pieces.append(duration(elapsed_s))
-        made = standing.work_done - self._first.work_done
-        left = standing.work - standing.work_done
-        if made and made >= _FORESEEN * (made + left):
-            # Once all steps are made, the last runs are still evaluated.
-            text = f"about {duration(elapsed_s * left / made)} left" if left else "nearly done"
-            pieces.append(text)
-        return ", ".join(pieces) + "".join(f" | {words}" for words in standing.running)
-
-    def _cleared(self, text: str) -> str:
-        return f"\r\x1b[2K{text}" if self._terminal else text

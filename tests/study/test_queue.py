@@ -1,4 +1,4 @@
-"""Several studies whose runs share the places: who gets them first, and what is refused."""
+"""A queue file: the order of a study's runs, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class ThreePlaces(PoolInThisProcess):
 
     def start(self, job: Job) -> None:
         is_start = job.name.startswith("start-")
-        self.begun[-1].append(f"{job.study[:3]} {'start' if is_start else job.name}")
-        code = 0 if is_start else 2
-        process = SimpleNamespace(returncode=code, pid=0)
+        self.begun[-1].append("start" if is_start else job.name)
+        process = SimpleNamespace(returncode=0 if is_start else 2, pid=0)
         self.children.append(Child(job, None, process))  # type: ignore[arg-type]
 
     def ended(self) -> list[Child]:
@@ -47,51 +46,41 @@ QUEUE = """
 file = "one.toml"
 only = ["pages", "seed=1"]
 [[study]]
-file = "two.toml"
-only = ["seed=0"]
-[[study]]
 file = "one.toml"
-only = ["seed=0"]
 """
 
 
-def test_places_go_to_the_first_of_the_queue_that_has_a_command(
+def test_runs_start_in_the_order_of_the_queue_after_their_start(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While the first study's start is trained the second gets places, and its runs come first."""
     ThreePlaces.begun = []
     monkeypatch.setattr("benchmarks.study.running.Pool", ThreePlaces)
     (files / "queue.toml").write_text(QUEUE)
     assert main(["study", "queue.toml", "--no-report"]) == 1
     assert [names for names in ThreePlaces.begun if names] == [
-        ["one start", "two start"],
-        ["one pages-s1", "two unified-s0", "two pages-s0"],
-        ["one pages-s1", "two unified-s0", "two pages-s0"],
-        ["one unified-s0", "one pages-s0"],
-        ["one unified-s0", "one pages-s0"],
+        ["start"],
+        ["pages-s1", "unified-s0", "pages-s0"],
+        ["pages-s1", "unified-s0", "pages-s0"],
+        ["unified-s1"],
+        ["unified-s1"],
     ]
-    printed = capsys.readouterr().out
-    assert "two: pages-s0: failed: exit code 2" in printed
-    assert sorted(read_results(files / "out-one" / "results.json").failed) == [
-        "pages-s0",
-        "pages-s1",
-        "unified-s0",
-    ]
+    assert "pages-s0: failed: exit code 2" in capsys.readouterr().out
+    failed = read_results(files / "out-one" / "results.json").failed
+    assert sorted(failed) == ["pages-s0", "pages-s1", "unified-s0", "unified-s1"]
 
 
 @pytest.mark.parametrize(
     ("queue", "words", "message"),
     [
         (QUEUE, ["--only", "pages"], "queue.toml is a queue file, which says itself what is run"),
+        (QUEUE + "[[study]]\nfile = 'two.toml'", [], "names one.toml and two.toml: give each"),
         ("[[study]]\nfile = 3", [], "queue.toml: study.0.file: "),
         ("[[study]]\nfile = 'no.toml'", [], "study no.toml: no such file"),
-        ("[[study]]\nfile = 'one.toml'", ["./one.toml", "copy.toml"], "both write "),
     ],
 )
 def test_wrong_queues(
     files: Path, capsys: pytest.CaptureFixture[str], queue: str, words: list[str], message: str
 ) -> None:
     (files / "queue.toml").write_text(queue)
-    (files / "copy.toml").write_text((files / "one.toml").read_text())
     assert main(["study", "queue.toml", *words]) == 2
     assert message in capsys.readouterr().err
