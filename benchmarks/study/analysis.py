@@ -18,7 +18,6 @@ from benchmarks.study.statistics import (
     compare,
     fisher_p,
     mean_interval,
-    runs_needed,
     share_interval,
 )
 
@@ -254,8 +253,6 @@ class LostRuns:
         p: The two-sided p-value of Fisher's exact test that the reference arm has the same rate of
             losses; NaN for the reference arm and if that has no run.
         adjusted_p: The same, adjusted for the number of arms (Holm).
-        runs_needed: The runs per arm that would show the seen shares, were they the true ones, four
-            times of five; None if the arm lost no larger share, or too many would be needed.
     """
 
     point: str
@@ -266,7 +263,6 @@ class LostRuns:
     share: Interval
     p: float = math.nan
     adjusted_p: float = math.nan
-    runs_needed: int | None = None
 
     @property
     def num_lost(self) -> int:
@@ -325,8 +321,7 @@ def _lost_compared(
     ]
     yield reference
     for one, p, holm in zip(others, p_values, adjusted(p_values), strict=True):
-        needed = runs_needed(one.share.mean, reference.share.mean, level)
-        yield replace(one, p=p, adjusted_p=holm, runs_needed=needed)
+        yield replace(one, p=p, adjusted_p=holm)
 
 
 def _counted(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.study.analysis import arm_results, lost_names, lost_runs, point_name, twin_groups
-from benchmarks.study.charts import accuracy_charts, curve_charts, difference_charts
+from benchmarks.study.charts import curve_charts
 from benchmarks.study.definition import CollapseSection, Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import Results, RunResult
@@ -42,7 +42,6 @@ def write_report(definition: Definition, results: Results) -> WrittenReport:
     """Write report.html, report.md and plots/*.png into the study's folder."""
     runs = known_runs(definition, results.runs.values())
     tables = report_tables(definition, results)
-    main_charts = report_charts(definition, runs)
     curves = {
         point_name(point): curve_charts(definition, runs, point)
         for point in grid_points(definition)
@@ -53,9 +52,9 @@ def write_report(definition: Definition, results: Results) -> WrittenReport:
         plots.mkdir(parents=True, exist_ok=True)
         for old in plots.glob("*.png"):
             old.unlink()
-        for chart in [*main_charts, *(c for charts in curves.values() for c in charts)]:
+        for chart in (chart for charts in curves.values() for chart in charts):
             to_png(chart, plots / f"{chart.key}.png")
-        body = _body(definition, results, runs, tables, main_charts, curves)
+        body = _body(definition, results, runs, tables, curves)
         title = definition.study.title or definition.study.name
         write_atomically(out / "report.html", page(f"{title} - jetrl study", body))
         write_atomically(out / "report.md", markdown(definition, results, tables))
@@ -67,13 +66,6 @@ def known_runs(definition: Definition, runs: Iterable[RunResult]) -> list[RunRes
     """Return the runs whose arm and grid point a study has: its file may have lost some."""
     points = list(grid_points(definition))
     return [run for run in runs if run.arm in definition.arms and run.point in points]
-
-
-def report_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart]:
-    """Return the plots of a report beside the curves."""
-    runs = known_runs(definition, runs)
-    arms = arm_results(definition, runs)
-    return [*accuracy_charts(definition, runs, arms), *difference_charts(definition, arms)]
 
 
 def report_tables(definition: Definition, results: Results) -> list[Table]:
@@ -96,7 +88,6 @@ def _body(
     results: Results,
     runs: Sequence[RunResult],
     tables: Sequence[Table],
-    charts: Sequence[Chart],
     curves: Mapping[str, Sequence[Chart]],
 ) -> list[Html]:
     """Return the pieces of the page."""
@@ -104,7 +95,7 @@ def _body(
     first = [one for one in tables if one.title.startswith(("Twin", "Final", "Lost"))]
     others = [one for one in tables if one not in first]
     about = f"{' · '.join(results.devices)} · {results.date} · {results.source}"
-    sections = [section("Pictures", figures(charts))] if charts else []
+    sections = []
     for point, own in curves.items():
         if own:
             sections.append(section("Curves" + f": {point}" * bool(point), figures(own)))
@@ -177,12 +168,9 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         "not finite is evaluated with its last checkpoint.",
         f"Intervals are {100 * study.level:g}% t intervals over seeds. Differences are "
         "paired by seed: arms of one seed share prompts, draws and first weights until their first "
-        "real difference. The permutation test flips the signs of the differences in all ways; "
-        "with n seeds its p-value cannot be below 2 / 2^n. The rank p is that of the signed-rank "
-        "test, which one run that is far off does not decide. Holm's method adjusts both for the "
-        "number of arms, t tests and signed-rank tests apart. Where equivalence is not shown, the "
-        "number of seeds is named with which equal arms whose differences spread as these would "
-        "pass four times of five.",
+        "real difference. The rank p is that of the signed-rank test, which one outlier does "
+        "not decide; with n seeds it cannot be below 2 / 2^n. Holm's method adjusts both for the "
+        "number of arms, t tests and signed-rank tests apart.",
         _rule(definition.collapse),
         f"A run that has not collapsed fell behind if its final accuracy is more than "
         f"{100 * definition.collapse.behind:g} points below the median of the runs of "

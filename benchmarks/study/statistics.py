@@ -1,7 +1,7 @@
-"""The statistics of a study: intervals, paired tests and equivalence, most of them scipy's.
+"""The statistics of a study: intervals, paired tests and equivalence.
 
-Not scipy's: the signed-rank test, which scipy has exact only without ties, the estimate of Hodges
-and Lehmann, and Holm's method.
+Most come from scipy. Written here are the signed-rank test (in scipy exact only without ties), the
+Hodges-Lehmann estimate, and Holm's method.
 """
 
 from __future__ import annotations
@@ -15,18 +15,11 @@ from itertools import accumulate
 from statistics import fmean, median, stdev
 from types import ModuleType
 
-import numpy as np
-
 from jetrl.errors import UserError
-
-MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
-MOST_SEEDS = 100  # a number of pairs beyond it is not named
-MOST_RUNS = 200  # a number of runs an arm beyond it is not named
-_NEGLIGIBLE = 1e-9
 
 
 def _stats() -> ModuleType:
-    """Return scipy.stats, which reports need and runs do not."""
+    """Return scipy.stats, which only reports need."""
     try:
         from scipy import stats
     except ModuleNotFoundError:
@@ -55,24 +48,19 @@ class Comparison:
     """Paired differences between two arms.
 
     Attributes:
-        median: The median difference, which a single run that is far off does not move.
+        median: The median difference, which one outlier does not move.
         t_p: The two-sided p-value of the paired t test; NaN for fewer than two pairs.
-        flip_p: The two-sided p-value of the exact permutation test, which flips signs; NaN for
-            fewer than two pairs or more than `MOST_FLIPPED`.
-        rank_p: The two-sided p-value of the signed-rank test, in which a run that is far off counts
-            as one that is just behind the others; NaN for fewer than two pairs.
-        equivalence_p: The p-value of the two one-sided t tests that the difference lies within the
-            margin on both sides; NaN for fewer than two pairs.
-        pairs_needed: The number of pairs that would show equivalence; see `pairs_needed`.
+        rank_p: The two-sided p-value of the signed-rank test, which one outlier does not decide;
+            NaN for fewer than two pairs.
+        equivalence_p: The p-value of two one-sided t tests that the difference is within the
+            margin; NaN for fewer than two pairs.
     """
 
     difference: Interval
     median: float
     t_p: float
-    flip_p: float
     rank_p: float
     equivalence_p: float
-    pairs_needed: int | None
 
 
 def mean_interval(values: Sequence[float], level: float) -> Interval:
@@ -93,34 +81,15 @@ def share_interval(count: int, n: int, level: float) -> Interval:
 
 def compare(differences: Sequence[float], margin: float, level: float) -> Comparison:
     """Return the comparison of two arms from their differences, pair by pair."""
+    above = _one_sided(differences, -margin)
+    below = _one_sided([-difference for difference in differences], -margin)
     return Comparison(
-        mean_interval(differences, level),
-        median(differences),
-        t_test(differences),
-        flip_test(differences),
-        signed_rank_test(differences),
-        max(_one_sided(differences, -margin), _one_sided([-d for d in differences], -margin)),
-        pairs_needed(differences, margin, level),
+        difference=mean_interval(differences, level),
+        median=median(differences),
+        t_p=t_test(differences),
+        rank_p=signed_rank_test(differences),
+        equivalence_p=max(above, below),
     )
-
-
-def pairs_needed(
-    differences: Sequence[float], margin: float, level: float, power: float = 0.8
-) -> int | None:
-    """Return how many pairs with this spread would show the equivalence of arms that are equal.
-
-    With so many, two one-sided t tests put a true difference of 0 within the margin with
-    probability `power`: the estimate has to stay `t` of the level below the margin on both sides.
-
-    Returns:
-        The number; None for fewer than two differences, or above `MOST_SEEDS`.
-    """
-    if len(differences) < 2:
-        return None
-    t, counts = _stats().t, np.arange(2, MOST_SEEDS + 1)
-    steps = t.ppf(level, counts - 1) + t.ppf(0.5 + power / 2, counts - 1)
-    enough = counts[margin * np.sqrt(counts) >= stdev(differences) * steps]
-    return int(enough[0]) if len(enough) else None
 
 
 def t_test(differences: Sequence[float]) -> float:
@@ -130,19 +99,6 @@ def t_test(differences: Sequence[float]) -> float:
     if stdev(differences) == 0.0:
         return 0.0 if any(differences) else 1.0
     return float(_stats().ttest_1samp(differences, 0.0).pvalue)
-
-
-def flip_test(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of the permutation test that flips signs in all ways.
-
-    With n pairs it cannot be below 2 / 2**n.
-    """
-    if not 2 <= len(differences) <= MOST_FLIPPED:
-        return math.nan
-    flipped = _stats().permutation_test(
-        (differences,), np.mean, permutation_type="samples", n_resamples=math.inf, vectorized=True
-    )
-    return float(flipped.pvalue)
 
 
 def signed_rank_test(differences: Sequence[float]) -> float:
@@ -221,52 +177,3 @@ def least_fisher_p(count: int, n: int, other_n: int) -> float:
     """Return the least p-value of `fisher_p` if both groups together have `count` cases."""
     first = range(max(0, count - other_n), min(n, count) + 1)
     return min(fisher_p(k, n, count - k, other_n) for k in first)
-
-
-@functools.cache
-def least_shown(n: int, other_count: int, other_n: int, level: float) -> int | None:
-    """Return the least count of a group with which Fisher's test shows it above another group.
-
-    Returns:
-        The count; None where not even all cases would do.
-    """
-    low, high = other_count * n // other_n + 1, n  # from the first larger share on p falls
-    if high < low or fisher_p(n, n, other_count, other_n) >= 1 - level:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if fisher_p(middle, n, other_count, other_n) < 1 - level:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def runs_needed(share: float, other: float, level: float, power: float = 0.8) -> int | None:
-    """Return how many runs an arm would show that two true shares differ, with a probability.
-
-    Returns:
-        The number of runs of each arm; None for shares that do not differ so, or above `MOST_RUNS`.
-    """
-    if share <= other:
-        return None
-    low, high = 1, MOST_RUNS
-    if _power(high, share, other, level) < power:
-        return None
-    while low < high:  # the power rises with the number of runs, but for small steps down
-        middle = (low + high) // 2
-        if _power(middle, share, other, level) >= power:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _power(n: int, share: float, other: float, level: float) -> float:
-    """Return the probability that n runs of each arm show the one share above the other."""
-    binom, power = _stats().binom, 0.0
-    for count, chance in enumerate(binom.pmf(range(n + 1), n, other)):
-        least = least_shown(n, count, n, level) if chance > _NEGLIGIBLE else None
-        if least is not None:
-            power += chance * float(binom.sf(least - 1, n, share))
-    return power

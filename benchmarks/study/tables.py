@@ -23,7 +23,7 @@ from benchmarks.study.analysis import (
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import FINAL_EVALUATION, RunResult
-from benchmarks.study.statistics import Comparison, Interval, least_shown
+from benchmarks.study.statistics import Comparison, Interval
 
 from jetrl.runs.format import number, percent
 
@@ -58,10 +58,7 @@ def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Ite
         f"(p below {1 - study.level:.2g})."
     )
     own_note = "The same weights, each evaluated in the precision that it was trained in."
-    tests = (
-        *(f"minus {reference}", "median", "t test p", "Holm p"),
-        *("permutation p", "rank p", "equivalent"),
-    )
+    tests = (*(f"minus {reference}", "median", "t test p", "Holm p"), *("rank p", "equivalent"))
     head = ("arm", "seeds", f"accuracy ({preset})", "own precision", *tests, "collapsed")
     own_head = ("arm", "seeds", "accuracy (own precision)", *tests)
     for point in dict.fromkeys(result.point for result in results):
@@ -108,7 +105,7 @@ def _tests(
 ) -> list[str]:
     """Return the cells of a comparison with the reference arm: the difference and its tests."""
     if comparison is None:
-        return [DASH] * 7
+        return [DASH] * 6
     tests, rank = comparison.tests, comparison.adjusted_rank_p
     learnt = accuracy is not None and accuracy.mean > 0
     return [
@@ -116,7 +113,6 @@ def _tests(
         f"{100 * tests.median:+.2f}%",
         shown_p(tests.t_p),
         shown_p(comparison.adjusted_t_p),
-        shown_p(tests.flip_p),
         DASH if math.isnan(rank) else f"{shown_p(tests.rank_p)} (Holm {shown_p(rank)})",
         _equivalence(tests, 1 - definition.study.level)
         if learnt
@@ -125,14 +121,11 @@ def _tests(
 
 
 def _equivalence(comparison: Comparison, level: float) -> str:
-    """Return the verdict of an equivalence test, its p-value, and the seeds that would show it."""
-    p, needed = comparison.equivalence_p, comparison.pairs_needed
+    """Return the verdict of an equivalence test, with its p-value."""
+    p = comparison.equivalence_p
     if math.isnan(p):
         return DASH
-    if p < level:
-        return f"yes (p {shown_p(p)})"
-    enough = needed is not None and needed > comparison.difference.n
-    return f"not shown (p {shown_p(p)}{f'; {needed} seeds would do' if enough else ''})"
+    return f"{'yes' if p < level else 'not shown'} (p {shown_p(p)})"
 
 
 def shown_interval(interval: Interval | None, signed: bool = False) -> str:
@@ -280,19 +273,15 @@ def lost_table(definition: Definition, lost: Sequence[LostRuns]) -> Table | None
     if not any(one.num_runs > 1 for one in lost):
         return None
     level, reference = definition.study.level, definition.label(definition.reference)
-    most = max(one.num_runs for one in lost)
-    least = least_shown(most, 0, most, level)
-    enough = f"at least {least} lost runs of" if least is not None else "more than"
     note = (
         "Lost: collapsed, or fell behind, which is a final accuracy more than "
         f"{100 * definition.collapse.behind:g} points below the median of {reference} at the same "
         f"grid point. Shares have exact {100 * level:g}% intervals; p of Fisher's exact test, "
-        f"two-sided, against {reference}. Beside {most} runs without a loss it takes {enough} "
-        f"{most} for a p below {1 - level:.2g}."
+        f"two-sided, against {reference}."
     )
     head = (
         *("point", "arm", "runs", "collapsed", "fell behind", "share lost"),
-        *("Fisher p", "Holm p", "more than " + reference),
+        *("Fisher p", "Holm p"),
     )
     return without_point(
         Table("Lost runs", note, head, [_lost_row(definition, one) for one in lost])
@@ -301,13 +290,6 @@ def lost_table(definition: Definition, lost: Sequence[LostRuns]) -> Table | None
 
 def _lost_row(definition: Definition, lost: LostRuns) -> list[str]:
     """Return the row of an arm at a grid point."""
-    verdict = DASH
-    if lost.p < 1 - definition.study.level and lost.runs_needed is not None:
-        verdict = "yes"
-    elif lost.runs_needed is not None:
-        verdict = f"not shown; {lost.runs_needed} runs would do"
-    elif lost.p == lost.p:  # not NaN: there is a comparison
-        verdict = "not shown"
     return [
         lost.point,
         definition.label(lost.arm),
@@ -317,7 +299,6 @@ def _lost_row(definition: Definition, lost: LostRuns) -> list[str]:
         shown_interval(lost.share),
         shown_p(lost.p),
         shown_p(lost.adjusted_p),
-        verdict,
     ]
 
 

@@ -59,15 +59,11 @@ def test_arms_begin_from_the_same_weights_and_twins_end_with_the_same(tiny_study
 def test_the_report_has_tables_and_pictures(tiny_study: Path) -> None:
     out = tiny_study.parent / "out"
     page, tables = (out / "report.html").read_text(), (out / "report.md").read_text()
-    assert {path.name for path in (out / "plots").glob("*.png")} >= {
-        "accuracy.png",
-        "difference.png",
-        "reward.png",
-    }
+    assert (out / "plots" / "reward.png").is_file()
     assert "<svg" in page
     assert "http://" not in re.sub(r'xmlns[:\w]*="[^"]*"|"http://www.w3.org[^"]*"', "", page)
     row = next(line for line in tables.splitlines() if line.startswith("| pages of 8 | 2 |"))
-    equal = "| +0.00% | 1.000 | 1.000 | 1.000 | 1.000 (Holm 1.000) | yes (p below 0.001) | 0 of 2 |"
+    equal = "| +0.00% | 1.000 | 1.000 | 1.000 (Holm 1.000) | yes (p below 0.001) | 0 of 2 |"
     assert f"| +0.00% [+0.00, +0.00] {equal}" in row
     assert "| seed 0 | equal |" in tables
 
