@@ -90,7 +90,7 @@ def _bound(step: int, beta1: float, beta2: float) -> float:
     m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 / beta2)**k * v.
     """
     q = beta1 * beta1 / beta2
-    assert q < 1, "the first moment has no bound"
+    assert q < 1, "beta1**2 >= beta2: the first moment is unbounded"
     return (1 - beta1) * math.sqrt((1 - q**step) / ((1 - q) * (1 - beta2)))
 
 

@@ -142,5 +142,5 @@ def kernels_of(x: Tensor) -> Kernels | None:
 def device_kernels(x: Tensor) -> Kernels:
     """Return the kernels for the device of x, which must have a kernel table."""
     kernels = kernels_of(x)
-    assert kernels is not None, f"{x.device} computes references"
+    assert kernels is not None, f"no kernels for {x.device}"
     return kernels

@@ -153,7 +153,7 @@ class DraftText:
         slots: int, width: int, archive: int, entries: int, device: torch.device
     ) -> DraftText:
         """Return empty text for sequences of at most `width` tokens."""
-        assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
+        assert entries & (entries - 1) == 0, f"{entries} entries are not a power of two"
         # Each row ends with an extra UNKNOWN, so that no draft runs into the next row; the first
         # entry of the archive does the same for the last row.
         size = slots * (width + 1) + 1 + archive

@@ -329,7 +329,7 @@ def swiglu_backward_quantize(
         to a multiple of 128 rows; y [T, F] in 128 x 128 groups, padded to the same rows.
     """
     check_gate_up(gate_up, dy)
-    assert not is_ragged(dy.shape[1]), f"{dy.shape[1]} columns: a group would be of gate and up"
+    assert not is_ragged(dy.shape[1]), f"{dy.shape[1]} columns: groups would mix gate and up"
     num_rows, columns = gate_up.shape
     dtype = FORMATS[format][0]
     rows = empty_row_groups(num_rows, columns, dtype, dy.device)

@@ -361,7 +361,7 @@ def swiglu_backward_values_(
     """
     check_gate_up(gate_up, dy)
     num_rows, width = dy.shape
-    assert not is_ragged(width), f"{width} columns: a group would be of gate and up"
+    assert not is_ragged(width), f"{width} columns: groups would mix gate and up"
     rows = empty_row_groups(num_rows, 2 * width, FORMATS["e4m3"][0], dy.device)
     dx = torch.empty_like(gate_up)
     column_blocks = width // FP8_BLOCK

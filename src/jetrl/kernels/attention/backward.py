@@ -1,17 +1,17 @@
-"""Gradients of packed causal attention, from the forward's output and log-sum-exp.
+"""Gradients of packed causal attention, from the output and log-sum-exp of the forward.
 
-Backward need not agree in bits with other kernels, so it uses wgmma in BF16 and recomputes the
-weights P from the log-sum-exp:
+The backward does not have to match other kernels bitwise, so it uses BF16 tensor cores and
+recomputes the weights P from the log-sum-exp:
 
     dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        delta = sum_d O * dO
     dQ = scale * dS K                     dK = scale * dS^T Q
 
-One kernel owns blocks of keys (dK and dV, over all query heads of the group) and stores dS in BF16,
-in the tiles of `attention.layout`; another owns blocks of queries and multiplies dS by the keys. If
-dS would take too much memory (one sequence of some 20,000 tokens), P and dS are computed again: 7
-products instead of 5. If many branches see a stem's keys, several programs share their queries
-(`backward_lists`), and their float32 sums are added in order. So every sum has one order, set by
-the lengths in the batch, and gradients are deterministic.
+One kernel processes blocks of keys (dK and dV over all query heads of the group) and stores dS in
+BF16, in the tiles of `attention.layout`; a second processes blocks of queries and multiplies dS by
+the keys. If dS would take too much memory (a sequence of about 20,000 tokens), P and dS are
+recomputed: 7 GEMMs instead of 5. If many branches share a stem, several programs divide their
+queries (`backward_lists`), and their float32 sums are added in order. The order of every sum
+depends only on the lengths in the batch, so gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,9 +37,9 @@ from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_quer
 from jetrl.kernels.exponential_triton import LOG2_E
 from jetrl.precision.triton.layout import cdiv, round_up
 
-_ROWS = 16  # keys of a program that adds parts: 16 KB of each part with 128 channels
-_STEP = 64  # rows of the inner loops
-_LINES = 64  # of a program that scales keys: 8 KB of codes, 16 KB written
+_ROWS = 16  # keys per program that adds parts: 16 KB of each part for head_dim 128
+_STEP = 64  # rows per step of the inner loops
+_LINES = 64  # vectors per program that scales keys: reads 8 KB of codes, writes 16 KB
 
 
 @triton.jit(do_not_specialize=["first_group", "num_groups"])
@@ -47,7 +47,7 @@ def add_parts_kernel(
     sums_ptr, dk_ptr, dv_ptr, divided_ptr, scale, first_group, num_groups,
     G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV [T, G, D] of ROWS keys of a block whose queries are divided into parts.
+    """Write dK and dV [T, G, D] for ROWS keys of a block whose queries are divided into parts.
 
     Args:
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], dK before dV.
@@ -75,15 +75,15 @@ def delta_kernel(
     o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, num_rows, line_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write delta and the log-sum-exp in base 2 of BLOCK rows of a head, zeros past the rows.
+    """Write delta and the base-2 log-sum-exp for BLOCK rows of a head, zeros past the rows.
 
     Args:
         o_ptr: bfloat16 [num_rows, H, D], like do_ptr.
-        lse_ptr: float32 [H, num_rows], natural.
-        delta_ptr: float32 [H, line_stride], written like lse2_ptr.
+        lse_ptr: float32 [H, num_rows], natural log-sum-exp.
+        delta_ptr: float32 [H, line_stride], written, like lse2_ptr.
     """
-    # Base 2, so that the kernels below need no factor in front of exp2. Padding is written, too:
-    # they read it without a mask, and drop what they make of it.
+    # Base 2 saves the kernels below a multiplication before exp2. They read the padding without a
+    # mask and discard the results, so it is written too.
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     ok = row < num_rows
@@ -103,33 +103,34 @@ def _dkdv_step(
     MASKED: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of queries of one head to dK and dV of a block of keys, and return the two."""
-    # Keys go down and queries across, so that P and dS are the left operands of the sums over
-    # queries. Rows past the end are the next sequence's (or zeros): finite, and masked.
+    """Return dK and dV of a block of keys, with one block of queries of one head added."""
+    # P and dS are [keys, queries], so that they are left operands of the products that sum over
+    # queries. Rows past the end belong to the next sequence (or are zeros): finite, and masked.
     row = q0 + tl.arange(0, BLOCK_M)
     q = q_desc.load([q0, head * D])
     do = do_desc.load([q0, head * D])
     line = head.to(tl.int64) * line_stride + row
-    # P from the codes' scores: `a` has the key's scale, 1 / sqrt(D) and log2(e), and since the
-    # log-sum-exp is known, no maximum is needed. A masked score may be anything, so P is cut.
+    # P from raw scores: `a` combines key scale, 1 / sqrt(D) and log2(e). The log-sum-exp is known,
+    # so no maximum is needed. Masked scores are arbitrary, so P is set to zero there.
     s = tl.dot(k, q.T)
     p = tl.math.exp2(s * a[:, None] - tl.load(lse_ptr + line)[None, :])
     if MASKED:
         p = tl.where((key[:, None] <= row[None, :]) & (row < end)[None, :], p, 0.0)
-    # dP needs the values' scales, which the codes lack; dV does not, being of what they stand for.
+    # dP needs the scales of the values, since v holds codes. dV is the gradient of the dequantized
+    # values and needs none.
     dp = tl.dot(v, do.T)
     dv = tl.dot(p.to(tl.bfloat16), do, dv)
     if SCALED:
         dp = dp * vs[:, None]
     ds = (p * (dp - tl.load(delta_ptr + line)[None, :])).to(tl.bfloat16)
-    # dQ will multiply the very BF16 numbers that dK is built from here.
+    # Store the same BF16 dS for dQ that dK uses here.
     if STORE:
         ds_desc.store([ds_row, 0], ds)
     dk = tl.dot(ds, q, dk)
     return dk, dv
 
 
-# Counts differ from batch to batch; line_stride, always a multiple of 64, is one specialization.
+# Counts differ from batch to batch; line_stride is always a multiple of 64, so it compiles once.
 @triton.jit(do_not_specialize=["first_group", "num_groups", "head_tiles"])
 def dkdv_kernel(
     q_desc, k_ptr, v_ptr, ks_ptr, vs_ptr, do_desc, ds_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
@@ -137,18 +138,18 @@ def dkdv_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STORE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of a block of keys: sums over queries and over the query heads of the group.
+    """Write dK and dV of a block of keys, summed over queries and the query heads of the group.
 
     Args:
-        q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D], like do_desc.
+        q_desc: bfloat16 [T, H * D], in boxes [BLOCK_M, D], like do_desc.
         k_ptr: FP8, int8 or bfloat16 [T, G, D], like v_ptr; scales are float32 [T, G].
-        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile, written with STORE.
-        lse_ptr: float32 [H, line_stride], in base 2; delta_ptr has the same shape.
-        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by parts, with SHARED.
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of a tile, written if STORE.
+        lse_ptr: float32 [H, line_stride], base 2; delta_ptr has the same shape.
+        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written for parts if SHARED.
     """
-    # The block's keys and values are loaded once for all queries; codes are exact in BF16.
-    # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
-    # Key-value heads are the fastest index of the programs; blocks of keys come longest first.
+    # Keys and values are loaded once for all queries; codes are exact in BF16. Keys past the end of
+    # the sequence are zeros, with a scale of zero, and masked below. Key-value heads are the
+    # fastest program index; blocks of keys are sorted longest first.
     group_here = tl.program_id(0) % num_groups
     group = first_group + group_here
     record = tiles_ptr + tl.program_id(0) // num_groups * 7
@@ -168,16 +169,16 @@ def dkdv_kernel(
         vs = a
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
-    # Blocks of queries: the first ones meet the diagonal, the last one may be cut by the end.
-    # Masked steps of all heads come first, then whole ones, each kind in one loop over heads and
-    # blocks, so that the compiler's pipeline of loads runs through from head to head.
+    # The first blocks of queries cross the diagonal, and the last may be cut by the end. Masked
+    # steps of all heads come first, then unmasked ones, each in one loop over heads and blocks, so
+    # that the compiler pipelines loads across heads.
     num_own = end - row0
-    if SHARED:  # of a divided block of keys the first part has the run's own queries
+    if SHARED:  # only the first part of a divided block has the run's own queries
         num_own = tl.where(tl.load(record + 2) >= 0, num_own, 0)
     num_blocks = tl.cdiv(num_own, BLOCK_M)
     diagonal = tl.minimum(num_blocks, BLOCK_N // BLOCK_M)
     whole = tl.maximum(num_own // BLOCK_M, diagonal)
-    edges = diagonal + num_blocks - whole  # per head: those on the diagonal, and the cut one
+    edges = diagonal + num_blocks - whole  # masked blocks per head: diagonal, and cut by the end
     for t in range(edges * GROUP):
         i = tl.where(t % edges < diagonal, t % edges, whole)
         dk, dv = _dkdv_step(
@@ -193,10 +194,9 @@ def dkdv_kernel(
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
             k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
-    # Of a stem the queries of its branches, which see all keys of the block: branch after branch,
-    # so that sums have one order, and within a branch whole blocks of all heads, then those that
-    # its end cuts. Rows follow from only t: the pipeline of loads is shorter if an address has to
-    # be loaded first.
+    # For a stem, add the queries of its branches, which attend to all keys of the block. Branches
+    # go in a fixed order; within a branch, whole blocks of all heads come before those that its end
+    # cuts. Addresses depend only on t: loading an address first would shorten the load pipeline.
     if SHARED:
         tile0 = tl.load(record + 5) + group_here * GROUP * head_tiles
         for b in range(tl.load(record + 4)):
@@ -220,7 +220,7 @@ def dkdv_kernel(
                     group * GROUP + t,
                     k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
                 )  # fmt: skip
-        # A part leaves its float32 sums, and no row of the gradients.
+        # A part stores float32 sums instead of gradients.
         place = tl.load(record + 6)
         if place >= 0:
             within = tl.arange(0, BLOCK_N)[:, None] * D + tl.arange(0, D)[None, :]
@@ -228,7 +228,7 @@ def dkdv_kernel(
             tl.store(sums_ptr + sums + within, dk)
             tl.store(sums_ptr + sums + BLOCK_N * D + within, dv)
             ok = key < row0
-    # dK is of what keys stand for, so their scales are not in it (straight-through).
+    # dK is the gradient of the dequantized keys (straight-through), so it has no key scales.
     tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
 
@@ -242,12 +242,12 @@ def dq_stored_kernel(
     """Write dQ [T, H, D] of two neighboring blocks of BLOCK_M queries of one head.
 
     Args:
-        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
-        k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of a tile.
+        k_desc: bfloat16 [T, G * D], dequantized keys, in boxes [BLOCK_N, D].
     """
-    # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
-    # share each block of keys that is loaded. Their tiles are neighbors.
-    # Heads are counted among those whose dS is stored: all, or a share of the key-value heads.
+    # Blocks of queries m and m + 1 end at the same block of keys, on their diagonal, and share each
+    # loaded block of keys. Their tiles are neighbors. Heads are counted among those whose dS is
+    # stored at the time: all heads, or those of some key-value heads.
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
     record = tiles_ptr + tl.program_id(0) // num_heads * 8
@@ -258,7 +258,7 @@ def dq_stored_kernel(
     tile0 = tl.load(record + 3) + head_here * head_tiles + m
     low = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.zeros([BLOCK_M, D], tl.float32)
-    # The keys of the stem come first, as in the sequence.
+    # The keys of the stem first, as in the sequence.
     if SHARED:
         stem_row, stem_blocks = tl.load(record + 4), tl.load(record + 5)
         with_stem = tl.load(record + 6) + head_here * head_tiles
@@ -268,14 +268,14 @@ def dq_stored_kernel(
             place = (with_stem + j * step) * BLOCK_N
             low = tl.dot(ds_desc.load([place, 0]).T, k, low)
             high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
-    # In the last turn keys past a query, or past the sequence's end, have a dS of zero. If block
-    # m + 1 does not exist, its tiles are others', and no row of the product is stored.
+    # In the last iteration, dS is zero for keys past a query or past the end of the sequence. If
+    # block m + 1 does not exist, its tiles belong to others, and its product is not stored.
     for j in range(0, (row0 - first) // BLOCK_N + 1):
         k = k_desc.load([first + j * BLOCK_N, (head // GROUP) * D])
         place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
         low = tl.dot(ds_desc.load([place, 0]).T, k, low)
         high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
-    # The scale of the scores comes last, in float32; the keys' own scales are in the keys.
+    # Apply the score scale last, in float32; the keys already include their own scales.
     row = row0 + tl.arange(0, BLOCK_M)
     at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
     tl.store(dq_ptr + at, (low * scale).to(tl.bfloat16), mask=(row < end)[:, None])
@@ -285,7 +285,7 @@ def dq_stored_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
-    """Write codes [num_lines, D] times scales [num_lines] as bfloat16, LINES lines per program."""
+    """Write codes [num_lines, D] times scales [num_lines] as bfloat16, LINES rows per program."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     ok = line < num_lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
@@ -295,7 +295,7 @@ def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, L
 
 
 def scaled_keys(codes: KeyValueCodes) -> Tensor:
-    """Return keys [T, G, D] in bfloat16, scales included: the float32 product, rounded once."""
+    """Return dequantized keys [T, G, D] in bfloat16: the float32 product, rounded once."""
     if codes.k_scales is None:
         return codes.k
     out = torch.empty_like(codes.k, dtype=torch.bfloat16)
@@ -311,8 +311,8 @@ def _dq_step(
     k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row, scale,
     MASKED: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return dQ of a block of queries of one head with one block of keys added."""
-    # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
+    """Return dQ of a block of queries of one head, with one block of keys added."""
+    # Keys are codes, so their scales multiply both the scores and dS.
     k = k_desc.load([k0, group * D])
     v = v_desc.load([k0, group * D])
     key = k0 + tl.arange(0, BLOCK_N)
@@ -338,17 +338,17 @@ def dq_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one block of queries of one head, with P and dS computed again.
+    """Write dQ of one block of queries of one head, recomputing P and dS.
 
     Args:
         q_ptr: bfloat16 [T, H, D], like do_ptr and dq_ptr.
-        k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
-        ks_ptr: float32 [G, line_stride], read with SCALED.
-        lse_ptr: float32 [H, line_stride], in base 2; delta_ptr has the same shape.
+        k_desc: bfloat16 [T, G * D], codes, in boxes [BLOCK_N, D].
+        ks_ptr: float32 [G, line_stride], read if SCALED.
+        lse_ptr: float32 [H, line_stride], base 2; delta_ptr has the same shape.
     """
-    # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
+    # Rows past the end of the sequence have an infinite log-sum-exp, so their weights are zero.
     H: tl.constexpr = G * GROUP
-    # Heads are the fastest index of the programs; blocks of queries come longest first.
+    # Heads are the fastest program index; blocks of queries are sorted longest first.
     head = tl.program_id(0) % H
     record = tiles_ptr + tl.program_id(0) // H * 5
     first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -362,8 +362,7 @@ def dq_kernel(
     lse = tl.load(lse_ptr + line, mask=ok, other=float("inf"))
     delta = tl.load(delta_ptr + line, mask=ok, other=0.0)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
-    # The stem, all of whose keys are seen; then whole blocks of keys of the run up to the diagonal,
-    # then masked ones.
+    # The stem without a mask, then blocks of the run up to the diagonal, then masked blocks.
     if SHARED:
         for k0 in range(tl.load(record + 3), tl.load(record + 4), BLOCK_N):
             dq = _dq_step(
@@ -385,7 +384,7 @@ def dq_kernel(
 
 
 def _lines(scales: Tensor, width: int) -> Tensor:
-    """Return scales [T, G] as lines [G, width], padded with zeros."""
+    """Return scales [T, G] transposed to [G, width], padded with zeros."""
     out = scales.new_zeros(scales.shape[1], width)
     out[:, : len(scales)] = scales.T
     return out
@@ -394,22 +393,22 @@ def _lines(scales: Tensor, width: int) -> Tensor:
 def attention_backward(
     do: Tensor, q: Tensor, codes: KeyValueCodes, o: Tensor, lse: Tensor, tiles: QueryTiles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ [T, H, D], dK and dV [T, G, D], bfloat16, passed straight through quantization.
+    """Return dQ [T, H, D], dK and dV [T, G, D], bfloat16, straight-through at the quantizer.
 
     Args:
-        do: bfloat16 [T, H, D], contiguous, the gradient of the output o.
+        do: bfloat16 [T, H, D], contiguous, gradient of the output o.
         q: bfloat16 [T, H, D], rotated.
-        codes: keys and values [T, G, D], as the forward read them.
-        lse: float32 [H, T], the natural log-sum-exp of the forward.
+        codes: keys and values [T, G, D] of the forward.
+        lse: float32 [H, T], natural log-sum-exp of the forward.
     """
     group = check_queries(q, codes)
     assert (do.dtype, do.shape, do.is_contiguous()) == (q.dtype, q.shape, True)
-    assert len(tiles.query_tiles), "pages have no backward"
+    assert len(tiles.query_tiles), "paged attention has no backward"
     tokens, heads, head_dim = q.shape
     groups = codes.num_heads
     scale = 1.0 / math.sqrt(head_dim)
-    # Lines are padded so that the inner loops read them without a mask: blocks of queries begin at
-    # any row, so the last one may reach almost a step past the last token.
+    # Pad lse and delta so that the inner loops need no mask: blocks of queries start at any row, so
+    # the last one may extend almost one step past the last token.
     width = round_up(tokens, _STEP) + _STEP
     delta, lse2 = (q.new_empty(heads, width, dtype=torch.float32) for _ in range(2))
     delta_kernel[(cdiv(width, 64), heads)](
@@ -420,9 +419,8 @@ def attention_backward(
     def rows(x: Tensor, height: int = _STEP) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(x.view(tokens, -1), [height, head_dim])
 
-    # Key-value heads whose dS is kept at once: all of them, or those that fit, in turns. If not
-    # even one fits, dQ is computed from the start. A kernel takes no None, so other tensors stand
-    # for those that it does not read.
+    # Store dS for all key-value heads at once, or for as many as fit, in several rounds. If not
+    # even one fits, dQ recomputes it. A kernel cannot take None, so other tensors are placeholders.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
     of_parts = tiles.num_parts * 2 * BACKWARD_KEYS * head_dim * 4
     at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES + of_parts)
@@ -434,7 +432,7 @@ def attention_backward(
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
     sums = delta if not of_parts else q.new_empty(count * of_parts // 4, dtype=torch.float32)
-    # Each turn's dS and sums take the place of the last one's, which have been read by then.
+    # Each round overwrites dS and the sums of the previous one, which have been read by then.
     for first in range(0, groups, count):
         here = min(count, groups - first)
         dkdv_kernel[(here * len(tiles.key_tiles),)](

@@ -1,19 +1,19 @@
 """Attention of one new token per sequence over pages of keys and values (decode).
 
-Memory-bound: codes of keys and values are read once, 2 * (D + 4) bytes per token and key-value
-head. One warp owns (sequence, key-value head, split), and streams the split's pages, the blocks of
-`attention.core`, through shared memory. Several warps share an SM, so loads are always in flight. A
-second kernel folds the splits of long contexts.
+The kernel is memory-bound: it reads the codes of keys and values once, 2 * (D + 4) bytes per token
+and key-value head. One warp handles a (sequence, key-value head, split) and streams its pages, the
+blocks of `attention.core`, through shared memory. Several warps share an SM, so loads are always in
+flight. A second kernel folds the splits of long contexts.
 
 Everything is transposed: scores are [keys, queries] = K Q^T and outputs [channels, queries] =
-V^T E. So the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger
-groups), not its 16 rows, most of them padding. Keys are read as words of the operand layout, which
-permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, and the accumulator's
-rows are named accordingly when they are stored.
+V^T E. So the query heads of a group fill the 8 columns of a tensor-core instruction (16 for larger
+groups) instead of 16 rows that would be mostly padding. Keys are read as words of the operand
+layout, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, and the
+accumulator rows are renamed accordingly when they are stored.
 
-When drafts are verified a sequence has several queries (`SequenceQueries`). A warp then fills 16
-columns with them (`TILE`), and each sees the keys up to its own. The splits are those of the last
-query: one without keys for a query leaves the empty state, which changes no bit when folded.
+When drafts are verified, a sequence has several queries (`SequenceQueries`). A warp fills up to 16
+columns with them (`TILE`), and each attends to the keys up to its own. The splits are those of the
+last query: a split without keys for a query has the empty state, which changes no bit when folded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -52,19 +52,19 @@ def combine_kernel(
     CHUNK: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Fold the splits of one head of one row in order, by one warp.
+    """Fold the splits of one head of one row, in order, in one warp.
 
-    All queries of a sequence have the number of splits of its last one; for a query that sees
-    fewer, some are empty states, which change no bit.
+    All queries of a sequence have as many splits as its last one; those past the keys of a query
+    are empty states, which change no bit.
 
     Args:
         part_ptr: float32 [R, max_splits, H, D], accumulators.
         state_ptr: float32 [R, max_splits, H, 2], maxima and sums.
-        keys_ptr: int32 [R], keys of the context that each row belongs to; 0 for padding.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
+        keys_ptr: int32 [R], number of keys in the context of each row; 0 for padding.
+        o_ptr: bfloat16 or, if QUANTIZE, FP8 [R, H, D] with scales float32 [H, scale_stride];
             written.
     """
-    # Neighboring channels in a lane: 16 bytes of a float32 row with head_dim 128.
+    # A lane has neighboring channels: 16 bytes of a float32 row for head_dim 128.
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     row = gl.program_id(1)
@@ -72,17 +72,17 @@ def combine_kernel(
     gluon_wait_for_previous()
     length = gl.load(keys_ptr + row)
     num_splits = (length + SPLIT_LENGTH - 1) // SPLIT_LENGTH
-    # Decode finished the contexts of one split, and those too long for its launch (as NaN).
+    # The decode kernel finished contexts of one split, and those too long for its launch (NaN).
     if (num_splits > 1) & (num_splits <= max_splits):
-        # Every lane keeps the row's maximum and sum, which saves handing the weights round.
+        # All lanes keep the maximum and sum of the row, which saves broadcasting the weights.
         d = gl.arange(0, D, layout)
         zero = gl.zeros([D], gl.int32, layout)
         big_m = gl.full([D], float("-inf"), gl.float32, layout)
         big_total = gl.zeros([D], gl.float32, layout)
         out = gl.zeros([D], gl.float32, layout)
         for start in range(0, num_splits, CHUNK):
-            # All loads of a chunk before the first fold: a fold waits for the one before it, and
-            # the latency of memory would add to each.
+            # Issue all loads of a chunk before the first fold: folds are sequential, and each would
+            # otherwise wait for memory.
             accs = ()
             ms = ()
             totals = ()
@@ -94,11 +94,11 @@ def combine_kernel(
                 ms += (gl.load(state, mask=ok, other=float("-inf")),)  # type: ignore[assignment]
                 totals += (gl.load(state + 1, mask=ok, other=0.0),)  # type: ignore[assignment]
             for i in gl.static_range(CHUNK):
-                # Splits past the last are empty states: folding them changes nothing.
+                # Splits past the last are empty states, which folding ignores.
                 big_m, big_total, u, w = fold_weights(big_m, big_total, ms[i], totals[i])
                 out = gl.fma(accs[i], w, out * u)
-        # Rounded to BF16 before the codes are made, as the quantizer would read the row; the group
-        # of 128 is the head (QUANTIZE is set with head_dim 128 only).
+        # Round to BF16 before quantizing, like the separate quantizer; a head is one group of 128
+        # (QUANTIZE requires head_dim 128).
         o = normalize(out, inverse(big_total), SCALED).to(gl.bfloat16).to(gl.float32)
         if QUANTIZE:
             amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)
@@ -114,18 +114,17 @@ def _start_first_pages(
     pages, page_0, page_1, first, last, length, count,
     G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a split's first two pages; return the first block with a new key."""
-    # Copies are counted in groups, and waits name how many of the latest groups may still be under
-    # way; so a group is committed at each step, even an empty one. Groups 0 and 1 are the
-    # first two pages, as far as they are older than the newest key's: the previous kernel writes
-    # the newest key and value, and nothing of the pages before.
+    """Start copying the first two pages of a split; return the first block with a new key."""
+    # Waits count the latest copy groups that may be in flight, so each step commits a group, even
+    # an empty one. Groups 0 and 1 are the first two pages, if they are older than the page of the
+    # newest key: the previous kernel writes the newest key and value, but no earlier pages.
     newest = gl.maximum(length - count, 0) // BLOCK_N
     for i in range(2):
         if (first + i < last) & (first + i < newest):
             page = gl.where(i == 0, page_0, page_1)
             load_page(pages, page, i, length - (first + i) * BLOCK_N, G, SCALED)
         async_copy.commit_group()
-    # Group 2, after the previous kernel has ended: pages with new keys, if they are among the two.
+    # Group 2, after the previous kernel has ended: the pages with new keys among the first two.
     gluon_wait_for_previous()
     if not SEVERAL:
         late = newest - first
@@ -150,27 +149,27 @@ def decode_kernel(
     SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one key-value head over one split of one sequence's keys.
+    """Compute attention of the query heads of one key-value head over one split of a sequence.
 
-    The grid is (G * ceil(max queries / TILE), B, max_splits), with one warp per program. A context
-    of one split gives finished outputs, a longer one the split's state.
+    The grid is (G * ceil(max queries / TILE), B, max_splits), with one warp per program. Writes
+    final outputs for contexts of one split, else the state of the split.
 
     Args:
         q_ptr: bfloat16 [R, H, D].
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr; scales are float32
             [P, BLOCK_N, G].
-        pages_ptr: int32 [B, table_width], the pages of each sequence.
-        lengths_ptr: int32 [B], keys of each context, those of all its queries included.
-        queries_ptr: int32 [B], the queries of each sequence; read if SEVERAL, like first_ptr.
-        first_ptr: int32 [B], the row of each first query.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
+        pages_ptr: int32 [B, table_width], pages of each sequence.
+        lengths_ptr: int32 [B], number of keys per context, including those of all its queries.
+        queries_ptr: int32 [B], queries per sequence; read if SEVERAL, like first_ptr.
+        first_ptr: int32 [B], row of each first query.
+        o_ptr: bfloat16 or, if QUANTIZE, FP8 [R, H, D] with scales float32 [H, scale_stride];
             written for contexts of one split.
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
         state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written for longer contexts.
-        early: 1 to copy the older pages while the previous kernel still runs (`attend_decode`).
+        early: 1 to copy older pages while the previous kernel is still running (`attend_decode`).
         TILE: queries per warp; their heads fill at most 16 columns.
     """
-    # Products are m16n8k16 of one warp: keys or channels down, queries across, 8 or twice 8.
+    # One warp computes m16n8k16 products: M is keys or channels, N is queries, 8 or 16 of them.
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
     )
@@ -178,8 +177,8 @@ def decode_kernel(
     CHUNKS: gl.constexpr = D // VEC  # copies of one key
     PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
     COLUMNS: gl.constexpr = 8 if GROUP * TILE <= 8 else 16
-    # Pages in shared memory: the 16-byte chunks of a key are exchanged by the key's number, so that
-    # the same chunk of neighboring keys, which a product reads at once, lies in other banks.
+    # Pages in shared memory are swizzled: the 16-byte chunks of a key are permuted by its index, so
+    # that a product reads the same chunk of neighboring keys from different banks.
     tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
     key_layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
@@ -187,8 +186,8 @@ def decode_kernel(
     lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
 
-    # Length and first two page numbers are read at once, one trip to memory; page numbers past the
-    # context are not used. Outside a graph all reads wait for the end of the previous kernel.
+    # Load the length and the first two page numbers together, to pay one memory latency; page
+    # numbers past the context are not used. Outside a graph, all loads wait for the kernel before.
     group, query = gl.program_id(0) % G, gl.program_id(0) // G * TILE
     seq = gl.program_id(1)
     split = gl.program_id(2)
@@ -203,10 +202,10 @@ def decode_kernel(
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
-    # Warps past the context's end have no work; the first one stays to write zeros to its row.
+    # Warps past the end of the context have no work; the first still writes zeros to an empty row.
     if (first < last) | ((split == 0) & (not SEVERAL)):
-        # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
-        # so that six warps share an SM. Three or four stages were not faster.
+        # Two stages of pages and the scratch of `attend_page` take 35 KB with codes and head_dim
+        # 128, so six warps share an SM. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         v_smem = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         ks_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], line)
@@ -228,28 +227,28 @@ def decode_kernel(
             pages, page_0, page_1, first, last, length, count, G, BLOCK_N, SCALED, SEVERAL
         )
 
-        # Queries while the pages are on their way, and the empty state.
+        # Load queries while the pages are in flight, and start from the empty state.
         q = load_queries(q_ptr, row, used, group, G, GROUP, D, COLUMNS, SEVERAL, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
-        # A page number is read one step before its page is copied; past the last, that one again.
+        # Load each page number one step before its page is copied, clamped to the last page.
         end = gl.maximum(all_blocks - 1, 0)
         ahead = gl.load(table + gl.minimum(first + 2, end))
-        whole = (length - count + 1 + query) // BLOCK_N  # pages that all of the queries see whole
+        whole = (length - count + 1 + query) // BLOCK_N  # pages that need no mask for any query
         if first >= newest:  # the first page came in group 2
             async_copy.wait_group(0)
         for b in range(first, last):
             stage = (b - first) % 2
-            # Page b has arrived: at first all but the groups 1 and 2, later all but the latest
-            # group, which is page b + 1. The barrier makes each thread's copies seen by all.
+            # Wait for page b: first for all but groups 1 and 2, later for all but the latest group,
+            # which is page b + 1. The barrier makes the copies visible to all threads.
             if b == first:
                 async_copy.wait_group(2)
                 gluon_names.barrier()
             else:
                 async_copy.wait_group(1)
                 gluon_names.barrier()
-            # Two bodies, so that only the context's last page pays for the masks.
+            # Two bodies, so that only the last page of the context pays for masks.
             if b < whole:
                 m, total, acc = attend_page(
                     q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
@@ -260,7 +259,7 @@ def decode_kernel(
                     q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
                     True, GROUP, SEVERAL, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
-            # Every lane is done with the stage, so page b + 2 may be copied into it.
+            # All lanes are done with the stage, so page b + 2 can be copied into it.
             gluon_names.barrier()
             page = ahead
             ahead = gl.load(table + gl.minimum(b + 3, end))
@@ -280,20 +279,20 @@ def attend_decode(
     q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, max_length: int,
     split_keys: int = SPLIT_KEYS, queries: SequenceQueries | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of one query per sequence, or of a few, over its pages.
+    """Return attention of one or a few queries per sequence over its pages.
 
-    A query sees the keys up to its own, and its bits do not depend on other queries. May be
-    captured in a CUDA graph. There, the previous kernel may write q and the newest key and value of
-    each context, but nothing else that is read here.
+    A query attends to the keys up to its own, and its bits do not depend on other queries. Can be
+    captured in a CUDA graph; the previous kernel may then write q and the newest key and value of
+    each context, but no other input.
 
     Args:
         q: bfloat16 [B, H, D], rotated, or [R, H, D] with several queries per sequence.
         pages: keys and values [P, 64, G, D].
-        block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order.
-        lengths: int32 [B], keys of each context, its queries' own included; 0 gives rows of zeros.
-        max_length: sizes the launch; a context with more splits than this length has becomes NaN.
-        split_keys: keys of a split, a multiple of 64; the bits depend on it.
-        queries: the rows of several queries per sequence; padding rows are arbitrary.
+        block_tables: int32 [B, at least ceil(max_length / 64)], pages of each context in order.
+        lengths: int32 [B], keys per context, including those of its queries; 0 gives zeros.
+        max_length: sizes the launch; a context that needs more splits than this length gives NaN.
+        split_keys: keys per split, a multiple of 64; the bits depend on it.
+        queries: rows of several queries per sequence; the results of padding rows are arbitrary.
     """
     o = torch.empty_like(q)
     _launch(
@@ -307,13 +306,13 @@ def attend_decode_quantized(
     scales: str = DEFAULT_SCALES, split_keys: int = SPLIT_KEYS,
     queries: SequenceQueries | None = None,
 ) -> QTensor:  # fmt: skip
-    """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
+    """Return the same bits as `quantize_rows(attend_decode(...).flatten(1))`.
 
-    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, which may
-    belong to two warps, and the quantizer runs after.
+    Quantization is fused for head_dim 128. For 64 a group spans two heads, which may be in two
+    warps, so the quantizer runs separately.
 
     Args:
-        scales: "fp32", or "pow2" for scales that are powers of two.
+        scales: "fp32", or "pow2" for power-of-two scales.
     """
     count, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
@@ -332,22 +331,22 @@ def _launch(
     o: Tensor, o_scales: Tensor | None, scales: str, split_keys: int,
     queries: SequenceQueries | None,
 ) -> None:  # fmt: skip
-    """Check the arguments of `attend_decode` and launch its kernels, which write o."""
+    """Check the arguments of `attend_decode`, and launch its kernels to write o."""
     group = check_queries(q, pages)
     rows, heads, head_dim = q.shape
     batch, width = len(block_tables), 1 if queries is None else queries.most
-    assert pages.k.ndim == 4, "packed keys"
+    assert pages.k.ndim == 4, "keys are packed, not paged"
     assert pages.k.shape[1] == BLOCK_KEYS, f"pages of {pages.k.shape[1]} tokens"
     assert (block_tables.dtype, block_tables.stride(1)) == (torch.int32, 1)
     assert (lengths.dtype, lengths.shape) == (torch.int32, (batch,))
-    assert queries is not None or rows == batch, "several queries"
+    assert queries is not None or rows == batch, "several queries per sequence need `queries`"
     assert 1 <= max_length <= block_tables.shape[1] * BLOCK_KEYS, f"{max_length} tokens"
     splits = -(-max_length // split_keys)
-    # One split leaves no state; the kernel is the same, so that it is not compiled again for more.
+    # One split stores no state, but uses the same compiled kernel.
     states = splits if splits > 1 else 0
     part = q.new_empty(rows, states, heads, head_dim, dtype=torch.float32)
     state = q.new_empty(rows, states, heads, 2, dtype=torch.float32)
-    # Queries of a warp: their heads are the 16 columns that a tensor-core instruction has at most.
+    # Queries per warp: their heads fill at most 16 columns.
     in_tile = min(width, max(1, 16 // group))
     tiles = -(-width // in_tile)
     counts, first, keys = lengths, lengths, lengths

@@ -1,14 +1,14 @@
-"""Attention of many queries per sequence: training forward and chunked prefill.
+"""Attention with many queries per sequence: training forward and chunked prefill.
 
-First, one pass over keys and values per layer (`stage_keys`) widens them to the tensor core's
-operand, aligns each sequence to blocks of 64, padded with zeros, and computes the keys' factors
-(`attention.core`). Packed sequences, coded pages and BF16 pages look the same from then on.
+First, one pass over keys and values per layer (`stage_keys`) widens them to 16-bit operands, aligns
+each sequence to zero-padded blocks of 64, and computes the factors of the keys (`attention.core`).
+After that, packed sequences, quantized pages and BF16 pages look the same.
 
-A program of the forward takes 192 queries of one head: three warpgroups of 64 rows, and a warp that
-loads blocks by bulk copies, five in shared memory. The warpgroups share only these blocks, so one
-multiplies while another is in its softmax (`attention.blocks`). One program per SM takes tiles,
-longest first. The state of finished splits waits in global memory, one float32 row per query: in
-registers it would leave no room for a third warpgroup. Other forms: docs/kernels.md.
+A program processes 192 queries of one head: three warpgroups of 64 rows, and a warp that loads
+blocks by TMA into five stages. The warpgroups share only these blocks, so one can multiply while
+another computes its softmax (`attention.blocks`). One persistent program per SM loops over tiles,
+longest first. Finished splits keep their state in global memory, one float32 row per query: in
+registers it would leave no room for a third warpgroup. Alternatives: docs/kernels.md.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -70,20 +70,20 @@ def stage_keys_kernel(
     G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
+    """Stage one block of 64 keys and values of one key-value head, and the factors of the keys.
 
     Args:
         k_ptr: FP8, int8 or bfloat16 [rows, G, D], like v_ptr; scales are float32 [rows, G].
         blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
         kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
-        f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
+        f_out: float32 [G, num_blocks, 4, BLOCK_N]; rows 0 to 2 are written if SCALED.
     """
-    # A thread holds 8 channels of a key: 16 bytes as they are written.
+    # A thread holds 8 channels of a key, which it writes as 16 bytes.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
 
-    # The head is the fastest index of the programs, as it is of the rows that they read; what they
-    # write has all blocks of a head together, so that a forward tile reads one run of memory.
+    # The head is the fastest program index, matching the layout of the input. The output has all
+    # blocks of a head together, so that a forward tile reads contiguous memory.
     group = gl.program_id(0) % G
     block = gl.program_id(0) // G
     row0 = gl.load(blocks_ptr + block * 2).to(gl.int64)
@@ -92,18 +92,18 @@ def stage_keys_kernel(
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
 
-    # Keys past the context become zeros, whatever their page holds: the forward masks their scores,
-    # but a NaN among the values would pass through a weight of zero.
+    # Write zeros for keys past the context: the forward masks their scores, but a NaN in a value
+    # would propagate through a weight of zero.
     ok = (n < valid)[:, None]
     source = row0 * (G * D) + group * D + (n * (G * D))[:, None]
     k_out = kv_out + out_block * (2 * BLOCK_N * D) + n[:, None] * D + d[None, :]
     v_out = k_out + BLOCK_N * D
     v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
     if SCALED:
-        # Codes are exact in FP16. Keys change the order of their channels on the way, to the
-        # one in which decode's tensor-core instructions add them.
+        # Codes are exact in FP16. Permute the channels of keys to the order in which the
+        # tensor-core instructions of decode add them.
         k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
-        # A scale of 1 for keys past the context: zero would have factors that are not finite.
+        # Keys past the context get a scale of 1, since the factors of 0 are not finite.
         key = gl.arange(0, BLOCK_N, line)
         ks = gl.load(ks_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
         vs = gl.load(vs_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
@@ -115,20 +115,20 @@ def stage_keys_kernel(
         gl.store(k_out, widen_codes(k))
         gl.store(v_out, widen_codes(v))
     else:
-        # BF16 keys are read in order by decode, too.
+        # Decode also reads BF16 keys in order.
         gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
         gl.store(v_out, v)
 
 
 @dataclass(frozen=True)
 class StagedKeys:
-    """The keys and values of a batch as the forward kernel reads them, made by `stage_keys`.
+    """Keys and values of a batch in the layout of the forward kernel, from `stage_keys`.
 
     Attributes:
-        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: per block 64 keys, then
+        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: per block 64 keys, then 64
             values.
-        factors: float32 [G * num_blocks * 4, 64]: per block the lines a, b, c of `attention.core`
-            and one unused; unset without scales.
+        factors: float32 [G * num_blocks * 4, 64]: per block the rows a, b, c of `attention.core`
+            and one unused row; uninitialized without scales.
     """
 
     kv: Tensor
@@ -145,7 +145,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     rows = groups * num_blocks
     kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
-    # A kernel takes no None: without scales it gets a tensor that it does not read.
+    # A kernel cannot take None: without scales, pass a placeholder.
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
     stage_keys_kernel[(rows,)](
         codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
@@ -155,8 +155,8 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     return StagedKeys(kv, factors, num_blocks, codes)
 
 
-_STAGES = 5  # blocks in shared memory, 33 KB each with coded keys: all that fit
-# The order in which wgmma reads its operands from shared memory and the bulk copy writes them.
+_STAGES = 5  # the maximum that fits shared memory: 33 KB per block with quantized keys
+# Shared-memory layouts that TMA writes and wgmma reads.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -164,7 +164,7 @@ _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 @gluon.jit
 def _item_of_turn(turn):
-    """Return this program's item of a turn, in snake order: long and short items alternate."""
+    """Return the work item of this program in a turn; snake order mixes long and short items."""
     step = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * step + gl.where(turn % 2 == 0, place, step - 1 - place)
@@ -175,33 +175,33 @@ def _load_blocks(
     kv_desc, f_desc, tiles_ptr, ring, num_items, num_key_blocks,
     H: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Load the blocks of all of the program's tiles, as stages become free: the loading warp."""
-    # `base` counts the blocks of the tiles before, so that stages and the phases of their barriers
-    # run through from tile to tile; the warpgroups count alike.
+    """Load the blocks of all tiles of the program as stages become free (the loading warp)."""
+    # `base` counts the blocks of earlier tiles, so that stages and barrier phases continue from
+    # tile to tile. The warpgroups keep the same count.
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     base = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
         if item < num_items:
-            # All blocks that the tile's last row sees. Heads are the fastest index of the items, so
-            # programs that run side by side share keys in the L2 cache.
+            # Load all blocks that the last row of the tile attends to. Heads are the fastest item
+            # index, so that concurrent programs share keys in L2.
             tile = tiles_ptr + (item // H) * 6
             num_blocks = (gl.load(tile + 1) + gl.load(tile + 2) + BLOCK_N - 1) // BLOCK_N
-            # The blocks of the tile's own run follow those of the run's stem, if it has one.
+            # The blocks of the run follow those of its stem, if it has one.
             head_blocks = (item % H // GROUP) * num_key_blocks
             own_block0 = gl.load(tile + 3) + head_blocks
             stem_blocks = gl.load(tile + 4)
             stem_block0 = gl.load(tile + 5) + head_blocks
             for b in range(0, num_blocks):
-                # A stage is free when all three warpgroups have released its last block; the first
-                # round asks for the phase before the first, which counts as over.
+                # A stage is free once all three warpgroups have released it. In the first round,
+                # waiting for the preceding phase succeeds at once.
                 stage = (base + b) % STAGES
                 mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
                 bar = ring.full.index(stage)
                 block = gl.where(b < stem_blocks, stem_block0, own_block0) + b
                 row = block * 2 * BLOCK_N
-                # The barrier completes when so many bytes have arrived: keys, values and factors.
+                # The barrier completes once keys, values and factors have arrived.
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
                     factors = ring.factors.index(stage)
@@ -221,9 +221,9 @@ def _attend_rows(
     SCORE_SCALE: gl.constexpr, QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Attend with rows [64 part, 64 part + 64) of each of the program's tiles: one warpgroup."""
-    # Rows in three layouts: of the scores, of the outputs, and `wide` for memory, in which a thread
-    # has 8 neighboring channels of a row.
+    """Compute attention for rows [64 part, 64 part + 64) of each tile (one warpgroup)."""
+    # Rows have three layouts: that of scores, that of outputs, and `wide` for global memory, with 8
+    # neighboring channels of a row per thread.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     outputs: gl.constexpr = accumulator(D)
     row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
@@ -236,34 +236,34 @@ def _attend_rows(
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
         if item < num_items:
-            # The part's rows and the blocks that they see: `full_blocks` are seen whole by the
-            # first row, so by all; of the others, up to `num_blocks`, some row sees a part only.
-            # The tile's later rows may see more blocks, `all_blocks`, which come by here as well.
+            # The rows of this part and their blocks: `full_blocks` need no mask, since the first
+            # row attends to all their keys; the others, up to `num_blocks`, do. Later rows of the
+            # tile may need more blocks, `all_blocks`, which also pass through the ring.
             tile = tiles_ptr + (item // H) * 6
             head = item % H
             row0 = gl.load(tile) + skip
-            num_rows = gl.load(tile + 1) - skip  # none is left for the last parts of a short tile
+            num_rows = gl.load(tile + 1) - skip  # not positive for the last parts of a short tile
             first_position = gl.load(tile + 2) + skip
             all_blocks = (first_position + num_rows + BLOCK_N - 1) // BLOCK_N
             seen = (first_position + gl.minimum(num_rows, ROWS) + BLOCK_N - 1) // BLOCK_N
             num_blocks = gl.where(num_rows > 0, seen, 0)
             full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
 
-            # Queries to shared memory, where wgmma reads them: registers are full. With
-            # coded keys they are prescaled and put in the channel order of the staged keys.
+            # Put queries in shared memory for wgmma, since registers are full. For quantized keys,
+            # prescale them and permute them to the channel order of the staged keys.
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
             q = gl.load(q_ptr + at, mask=(r < num_rows)[:, None], other=0.0)
             q = query_codes(q, SCALED)
             if SCALED:
                 q = slots_of_channels(q)
             q_smem.store(q)
-            # Read again, here and below, so that they do not occupy registers through the loops.
+            # Reload here and below, to save registers in the loops.
             num_rows = gl.load(tile + 1, volatile=True) - skip
-            # Stores by threads are seen by the tensor core's reads after this fence only.
+            # The tensor core sees stores of threads only after this fence.
             fence_async_shared()
             gluon_names.barrier()
 
-            # Split by split, each from the empty state.
+            # Each split starts from the empty state.
             position = first_position + gl.arange(0, ROWS, row)
             big_m = gl.full([ROWS], float("-inf"), gl.float32, row)
             big_total = gl.zeros([ROWS], gl.float32, row)
@@ -278,8 +278,8 @@ def _attend_rows(
                 first = j * SPLIT
                 last = gl.minimum(first + SPLIT, num_blocks)
                 middle = gl.maximum(gl.minimum(full_blocks, last), first)
-                # Whole blocks without a mask, in the order of products that is faster for the
-                # format; then the diagonal.
+                # Unmasked blocks first, in the product order that is faster for the format; then
+                # the diagonal.
                 if SCALED:
                     m, total, acc = attend_whole_blocks_in_turn(
                         base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
@@ -293,9 +293,9 @@ def _attend_rows(
                 m, total, acc = attend_cut_blocks(
                     base, middle, last, q_smem, ring, m, total, acc, position, SCALED, SCORE_SCALE
                 )
-                # Fold the split into those before it. Their maxima and sums stayed in registers;
-                # their outputs come from memory, and go back there unless this is the last split.
-                # The same thread writes and reads an element, so no barrier is needed.
+                # Fold the split into the earlier ones. Their maxima and sums are in registers;
+                # their outputs are loaded from memory, and stored again unless this is the last
+                # split. One thread writes and reads each element, so no barrier is needed.
                 if num_splits > 1:
                     m, total, u, w = fold_weights(big_m, big_total, m, total)
                     u = gl.convert_layout(u, output_row, assert_trivial=True)
@@ -310,14 +310,14 @@ def _attend_rows(
                     gl.store(finished, acc, mask=ok & (j + 1 < num_splits))
                     big_m = m
                     big_total = total
-            # Blocks that only later rows of the tile see: a stage is free when all three warpgroups
-            # have released it. Each is waited for, so that its release is not counted too early.
+            # Release the blocks that only later rows of the tile need, since a stage needs all
+            # three releases. Wait for each block first, so that its release is not counted early.
             for b in range(base + num_blocks, base + all_blocks):
                 release_block(ring, wait_for_block(ring, b))
             base += all_blocks
 
-            # Outputs, rounded to BF16; codes are built from the rounded row, as the quantizer would
-            # make them of the one in memory. A head of 128 channels is one 1 x 128 group.
+            # Round outputs to BF16. Codes come from the rounded row, like those of the separate
+            # quantizer. A head of 128 channels is one 1 x 128 group.
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
             o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)
             row0 = gl.load(tile, volatile=True) + skip
@@ -330,15 +330,15 @@ def _attend_rows(
                 rows = gl.arange(0, ROWS, output_row)
                 scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
                 gl.store(scale_ptrs, scale, mask=rows < left)
-            # Through the queries' memory, so that what is written is 16 (8) bytes per thread.
+            # Go through the shared memory of the queries, so that a thread writes 16 (8) bytes.
             if QUANTIZE:
                 codes = gluon_names.reinterpret(q_smem, o.dtype, [2 * ROWS, D], _CODES)
                 o_smem = codes.slice(0, ROWS)
             else:
                 layout: gl.constexpr = q_smem.layout
                 o_smem = gluon_names.reinterpret(q_smem, o.dtype, [ROWS, D], layout)
-            # All warps' products have read the queries; the last barrier below is for the queries
-            # of the next tile, which are stored over these outputs.
+            # All warps have read the queries by now. The last barrier below protects these outputs
+            # from the queries of the next tile.
             gluon_names.barrier()
             o_smem.store(o)
             gluon_names.barrier()
@@ -350,7 +350,7 @@ def _attend_rows(
             gluon_names.barrier()
 
 
-# Sizes change from batch to batch, and what they are divisible by is of no use here.
+# Sizes change from batch to batch, so do not specialize on their divisibility.
 @gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride", "scale_stride"])
 def forward_kernel(
     q_ptr, kv_desc, f_desc, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
@@ -359,19 +359,19 @@ def forward_kernel(
     SPLIT: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Attend with tiles of 192 queries of one head to all keys that they see, one program per SM.
+    """Compute causal attention for tiles of 192 queries of one head; one program per SM.
 
     Args:
         q_ptr: bfloat16 [T, H, D], rotated.
-        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], by boxes [BLOCK_N, D].
-        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], by boxes [4, BLOCK_N].
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D], and scales float32 [H, scale_stride],
+        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], in boxes [BLOCK_N, D].
+        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], in boxes [4, BLOCK_N].
+        o_ptr: bfloat16 or, if QUANTIZE, FP8 [T, H, D] with scales float32 [H, scale_stride];
             written.
-        lse_ptr: float32 [H, lse_stride], the natural log-sum-exp, written.
-        scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
-        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`; an item of work is a tile and a head.
+        lse_ptr: float32 [H, lse_stride], natural log-sum-exp, written.
+        scratch_ptr: float32 [T, H, D], outputs of finished splits, if a context has several.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`; a work item is a tile and a head.
     """
-    # Shared memory of the whole program: each warpgroup's queries and the ring of blocks.
+    # Shared memory: the queries of each warpgroup, and the ring of blocks.
     dtype: gl.constexpr = kv_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [3, ROWS, D], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
@@ -379,18 +379,18 @@ def forward_kernel(
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4, BLOCK_N], f_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A stage is full once the loading warp's copies have arrived, and empty once three warpgroups
-    # have released it. The fence makes the new barriers seen by the bulk copy engine.
+    # A stage is full once its TMA loads have arrived, and empty once three warpgroups have released
+    # it. The fence makes the initialized barriers visible to TMA.
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
     fence_async_shared()
     gluon_names.barrier()
     ring = Ring(k_smem, v_smem, f_smem, full, empty)
-    # Four roles: the warpgroups (4 warps each, the first being the program's own) and the loading
-    # warp. Registers a thread: 160 of the second and third warpgroup, 24 of the loading warp; the
-    # compiler gives the first what is left.
-    # A compile-time constant does not survive a tuple that has a name: each list is written out.
+    # Four roles: three warpgroups of 4 warps (the first is the program's default) and the loading
+    # warp. Registers per thread: 160 for the second and third warpgroup, 24 for the loading warp;
+    # the compiler gives the rest to the first.
+    # Constexprs do not survive in a named tuple, so each argument list is written out.
     gl.warp_specialize(
         [
             (_attend_rows, (
@@ -420,11 +420,11 @@ def forward_kernel(
 def attend_tiles(
     q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
 ) -> tuple[Tensor, Tensor]:
-    """Return the causal attention of q over staged keys, and the log-sum-exp, float32 [H, T].
+    """Return causal attention of q over staged keys, and the log-sum-exp, float32 [H, T].
 
     Args:
-        q: bfloat16 [T, H, D], rotated, with the rows that `tiles` counts.
-        split_keys: keys of a split, a multiple of 64; the bits depend on it.
+        q: bfloat16 [T, H, D], rotated, where T is the number of queries in `tiles`.
+        split_keys: keys per split, a multiple of 64; the bits depend on it.
     """
     o = torch.empty_like(q)
     return o, _launch(q, staged, tiles, o, None, DEFAULT_SCALES, split_keys)
@@ -433,10 +433,10 @@ def attend_tiles(
 def attend_prefill(
     q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
 ) -> Tensor:
-    """Return the attention of prefill chunks q [T, H, D], rotated, over pages [P, 64, G, D].
+    """Return attention of prefill chunks q [T, H, D], rotated, over pages [P, 64, G, D].
 
-    The pages hold the chunks' own keys and values, too. Costs one pass over the contexts' keys and
-    values in addition to the attention, so it is meant for chunks of a few hundred tokens or more.
+    The pages must already contain the keys and values of the chunks. Staging is an extra pass over
+    all keys and values of the contexts, so chunks should have a few hundred tokens or more.
     """
     return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
 
@@ -448,13 +448,13 @@ def attend_prefill_quantized(
     scales: str = DEFAULT_SCALES,
     split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
-    """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
+    """Return the same bits as `quantize_rows(attend_prefill(...).flatten(1))`.
 
-    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, and the
-    quantizer runs after.
+    Quantization is fused for head_dim 128. For 64 a group spans two heads, so the quantizer runs
+    separately.
 
     Args:
-        scales: "fp32", or "pow2" for scales that are powers of two.
+        scales: "fp32", or "pow2" for power-of-two scales.
     """
     tokens, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
@@ -472,11 +472,11 @@ def _launch(
     """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
-    assert num_queries == tiles.num_queries, "the tiles are cut for another number of queries"
+    assert num_queries == tiles.num_queries, f"{num_queries} queries, tiles for other lengths"
     assert TILE_ROWS == 3 * 64, "the kernel has three warpgroups of 64 rows"
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
-    # Contexts of one split need no scratch. A kernel takes no None, so `lse` stands for a tensor
-    # that is not used, here and below.
+    # Contexts of one split need no scratch. A kernel cannot take None, so `lse` is a placeholder
+    # here and below.
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > split_keys else lse
     items = heads * len(tiles.tiles)
     programs = multiprocessors(q.device)

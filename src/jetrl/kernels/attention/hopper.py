@@ -1,15 +1,15 @@
-"""Attention on Hopper: one schedule of keys for decode, prefill and training, to the bit.
+"""Attention on Hopper, bitwise consistent across decode, prefill and training.
 
-A token has the same output bits from each of these, whatever else is in the batch:
+A token gets the same output bits from each of these, whatever else is in the batch:
 
     attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token per sequence
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
     attend_tiles(q_THD, stage_keys(codes, tiles), tiles)                training
 
-`attend_decode_quantized` and `attend_prefill_quantized` return them as FP8 rows. The CPU reference
-has other bits: its sums are exact. `attend_equal_lengths` is BF16 attention by cuDNN, for plans
-that promise no bits: its backward sums the gradient of queries by atomic additions, even in
-deterministic mode. The packed form of cuDNN costs much CPU time per call in torch 2.11.
+`attend_decode_quantized` and `attend_prefill_quantized` return FP8 rows. The CPU reference has
+different bits: its sums are exact. `attend_equal_lengths` is BF16 attention by cuDNN, for plans
+that are not bitwise consistent: its backward sums dQ with atomics, even in deterministic mode.
+cuDNN's packed (variable-length) form takes much CPU time per call in torch 2.11.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
 most 16, pages of 64 tokens.
@@ -34,7 +34,7 @@ from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
 
 
 def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
-    """Return the attention of q over a packed batch's codes, and the log-sum-exp, for training."""
+    """Return attention of q over the codes of a packed batch, and the log-sum-exp, for training."""
     return attend_tiles(q, stage_keys(codes, tiles), tiles)
 
 
@@ -44,10 +44,10 @@ _aten = torch.ops.aten
 def attend_equal_lengths(
     q: Tensor, k: Tensor, v: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return causal attention of packed sequences of one length, log-sum-exp, seed and offset.
+    """Return causal attention of packed sequences of equal length, log-sum-exp, seed and offset.
 
-    Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Seed and offset are of cuDNN's dropout,
-    which is off; backward takes them.
+    Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Seed and offset belong to cuDNN's dropout,
+    which is off; backward requires them.
     """
     q, k, v = (_dense(x, length) for x in (q, k, v))
     o, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
@@ -59,7 +59,7 @@ def attend_equal_lengths(
 def attend_equal_lengths_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rest: tuple[Any, ...], length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, for that of the output, do [T, H, D]."""
+    """Return the gradients of q, k and v for the output gradient do [T, H, D]."""
     lse, seed, offset = rest
     do, q, k, v, o = (_dense(x, length) for x in (do, q, k, v, o))
     grads = _aten._scaled_dot_product_cudnn_attention_backward(

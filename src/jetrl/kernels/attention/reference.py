@@ -1,15 +1,15 @@
-"""Causal attention over keys and values as they are stored: the reference.
+"""Reference of causal attention over stored keys and values.
 
-One function serves decode, prefill and training: a query at position p sees keys 0..p of its own
-sequence. The callers differ only in the place of keys and values; here they come as
-dense arrays, gathered from pages or cut from a packed batch, with padding that changes no bit:
+One function serves decode, prefill and training: a query at position p attends to keys 0..p of its
+own sequence. Callers gather keys and values from pages, or slice them from a packed batch, into
+dense arrays with padding that changes no bit:
 
     s = (q . k) * k_scale / sqrt(D)     the dot product exact, then float32
     p = exp(s - max s)                  float32, IEEE operations only
-    o = sum(p * v_scale * v) / sum(p)   both sums exact on a grid of the row's own maximum
+    o = sum(p * v_scale * v) / sum(p)   both sums exact on a grid relative to the row maximum
 
-Keys and values in FP8 or INT8 are used as quantized; the gradient passes straight through to the
-values that were quantized. The backward needs no bit agreement and is plain float32.
+The gradient is straight-through at the quantization of keys and values. The backward does not have
+to match other kernels bitwise and is plain float32.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quan
 from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
-# keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9,
-# an INT8 code one below 2**7.
+# keys). Both are at most 53, so float64 sums are exact. An E4M3 code is an integer below 2**18
+# times 2**-9; an INT8 code is an integer below 2**7.
 _QUERY_BITS, _VALUE_BITS, _WEIGHT_BITS = 24, 18, 18
 _MASS_GRID = 2.0**30
-_MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with the same bits
+_MAX_SCORES = 2**23  # maximum scores at once; larger work is chunked, with the same bits
 
 
 Stored = tuple[Tensor, Tensor | None]
@@ -40,8 +40,8 @@ def quantize_kv(x: Tensor, format: Format, scales: ScaleRule = DEFAULT_SCALES) -
     """Return keys or values [T, G, D] as stored: codes and float32 scales [T, G], or x and None.
 
     Args:
-        format: Without a code, values are stored unchanged.
-        scales: "fp32", or "pow2" for scales that are powers of two.
+        format: a format without a code leaves x unchanged.
+        scales: "fp32", or "pow2" for power-of-two scales.
     """
     if format.code is None:
         return x, None
@@ -52,13 +52,13 @@ def quantize_kv(x: Tensor, format: Format, scales: ScaleRule = DEFAULT_SCALES) -
 def quantize_keys_and_values(
     k: Tensor, v: Tensor, kv_format: str, scales: ScaleRule = DEFAULT_SCALES
 ) -> tuple[Stored, Stored]:
-    """Return rotated keys and values [T, G, D] as stored in the formats of `PrecisionPlan.kv`."""
+    """Return rotated keys and values [T, G, D] as stored in the cache formats `kv_format`."""
     key_format, value_format = key_and_value_formats(kv_format)
     return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
 
 
 def stored_values(stored: Stored) -> Tensor:
-    """Return the float32 [T, G, D] that stored codes [T, G, D] and scales [T, G] stand for."""
+    """Return the dequantized values of codes [T, G, D] and scales [T, G], float32 [T, G, D]."""
     codes, scales = stored
     if scales is None:
         return codes.float()
@@ -68,22 +68,22 @@ def stored_values(stored: Stored) -> Tensor:
 def attend_dense(
     q: Tensor, keys: Stored, values: Stored, q_positions: Tensor, split: int | None = None
 ) -> Tensor:
-    """Return the attention of a padded batch, bfloat16 or float32 [B, Q, H, D].
+    """Return attention of a padded batch, bfloat16 or float32 [B, Q, H, D].
 
-    A row's bits do not depend on padding, on other rows, or on L, unless `split` is given. Tensors
-    in float32 take ordinary float32 attention (the fp32 plan).
+    The bits of a row do not depend on padding, other rows, or L, unless `split` is given. Float32
+    tensors use ordinary float32 attention (the fp32 plan).
 
     Args:
-        keys: codes [B, L, G, D], float8_e4m3fn or int8, and their scales, float32 [B, L, G]; or
-            bfloat16 without scales. Values are alike.
-        q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
-        split: keys of a split, whose sums are float32 sums in the library's order: the sums of
-            another engine's attention, for comparisons. None: exact sums.
+        keys: codes [B, L, G, D], float8_e4m3fn or int8, and scales, float32 [B, L, G]; or bfloat16
+            without scales. Values likewise.
+        q_positions: int64 [B, Q]; a query attends to keys up to its position.
+        split: keys per split, summed in float32 in the order of the library, to compare with the
+            attention of other engines. None: exact sums.
     """
     (k_codes, k_scales), (v_codes, v_scales) = keys, values
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
-    # Pieces of the batch, then of the queries: the scores of one piece fit `_MAX_SCORES`.
+    # Chunk the batch, then the queries, so that the scores of a chunk fit `_MAX_SCORES`.
     out = torch.empty_like(q)
     rows = max(1, _MAX_SCORES // max(1, q.shape[2] * q.shape[1] * k_codes.shape[1]))
     for start in range(0, q.shape[0], rows):
@@ -103,7 +103,7 @@ def attend_dense(
 
 def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes on a common grid, float64 [B, G, L, D], and scales, float32 [B, G, 1, L]."""
-    if scales is None:  # BF16: a power-of-two scale for each token and head, codes at most 1
+    if scales is None:  # BF16: a power-of-two scale per token and head, codes at most 1
         exponent = torch.frexp(codes.float().abs().amax(-1)).exponent
         scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         wide = align(codes.float() / scales[..., None], -1, _VALUE_BITS)
@@ -115,7 +115,7 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 def _attend_in_splits(
     q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor, split: int
 ) -> Tensor:
-    """Return the attention of a piece of a batch by float32 sums of splits, folded in order."""
+    """Return attention of a chunk by float32 sums over splits, folded in order."""
     groups = k.shape[1]
     shared = q.shape[2] // groups
     rows = q.unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3).float()
@@ -128,7 +128,7 @@ def _attend_in_splits(
         unseen = hidden[:, None, :, keys]
         scores = (rows @ k[:, :, keys].float().mT) * k_scale[..., keys] / math.sqrt(q.shape[-1])
         scores = scores.masked_fill(unseen, -torch.inf)
-        # The first split has key 0, which all queries see: from then on the maximum is finite.
+        # All queries attend to key 0, so the maximum is finite from the first split on.
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
         mass, kept = (scores - largest).exp(), (before - largest).exp()
         total = total * kept + mass.sum(-1, keepdim=True)
@@ -143,17 +143,17 @@ def _attend(
 ) -> Tensor:
     _, num_queries, heads, head_dim = q.shape
     groups = k.shape[1]
-    # [B, G, heads of the group x Q, D]: one product for each key-value head
+    # [B, G, heads of the group x Q, D]: one product per key-value head
     rows = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (align(rows.float(), -1, _QUERY_BITS) @ k.mT).float() * k_scale / math.sqrt(head_dim)
-    # A row sees keys up to its own position.
+    # A row attends to keys up to its own position.
     hidden = (
         torch.arange(k.shape[2], device=q.device) > positions.repeat(1, heads // groups)[..., None]
     )
     scores.masked_fill_(hidden[:, None], -torch.inf)
     mass = exp_nonpositive(scores - scores.amax(-1, keepdim=True))
-    # Sums on grids: integers of at most 53 bits in float64, so their order does not matter. Keys
-    # that nobody sees may be NaN, which a weight of zero would not stop.
+    # On the grids, sums are integers of at most 53 bits in float64, so their order does not matter.
+    # Keys that no query attends to may be NaN, which would propagate through a weight of zero.
     total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
     v_seen = v.masked_fill(~_seen(positions, k.shape[2])[:, None, :, None], 0.0)
     weights = align(mass * v_scale.masked_fill(hidden[:, None], 0.0), -1, _WEIGHT_BITS)
@@ -168,7 +168,7 @@ def _attend(
 
 
 def _seen(positions: Tensor, length: int) -> Tensor:
-    """Return, bool [B, L], which keys some query of a batch row sees; others may even be NaN."""
+    """Return the mask of keys that any query of a batch row attends to, bool [B, L]."""
     return torch.arange(length, device=positions.device) <= positions.amax(1, keepdim=True)
 
 
@@ -189,16 +189,16 @@ def attend_packed(
     scales: ScaleRule = DEFAULT_SCALES,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """Return the causal attention of sequences packed end to end, differentiable, for training.
+    """Return causal attention of packed sequences, differentiable, for training.
 
-    Keys and values are quantized as the cache would store them.
+    Keys and values are quantized to the cache formats.
 
     Args:
         q: bfloat16 or float32 [T, H, D], rotated, like k [T, G, D]; v is [T, G, D].
-        cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
+        cu_seqlens: int64 [S + 1], first row of each sequence, then the total number of rows.
         kv_format: `PrecisionPlan.kv`.
-        row_of: int64, for each row that cu_seqlens counts its row in q, if sequences share their
-            first rows (`models.packed`); None: the row itself.
+        row_of: int64, row in q of each row that cu_seqlens counts, if sequences share their first
+            rows (`models.packed`); None: the row itself.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o
@@ -220,7 +220,7 @@ class _PackedAttention(torch.autograd.Function):
         (k_codes, k_scales), (v_codes, v_scales) = stored
         ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of)
         out = torch.empty_like(q)
-        # Rows that sequences share are written once by each, with the same bits.
+        # Each sequence writes the rows that it shares, with the same bits.
         for rows, positions, valid in _dense_batches(cu_seqlens):
             tokens = rows if row_of is None else row_of[rows]
             dense = attend_dense(
@@ -237,8 +237,8 @@ class _PackedAttention(torch.autograd.Function):
         q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of = ctx.saved_tensors
         do = grads[0]
         k, v = stored_values((k_codes, k_scales)), stored_values((v_codes, v_scales))
-        # Rows that sequences share get the sum over these; the gradient of their output, which is
-        # one row too, counts only in the first sequence.
+        # Gradients of shared rows are summed over sequences. The gradient of their output, also one
+        # shared row, counts only in the first sequence.
         first = None if row_of is None else _first_of_each(row_of)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for rows, _, valid in _dense_batches(cu_seqlens):
@@ -254,7 +254,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _first_of_each(row_of: Tensor) -> Tensor:
-    """Return, bool [T], which places of a list of row numbers name a row for the first time."""
+    """Return the mask of first occurrences in a list of row numbers, bool [T]."""
     places = torch.arange(len(row_of), device=row_of.device)
     first = torch.full_like(places, len(row_of))
     first.scatter_reduce_(0, row_of, places, "amin")
@@ -262,7 +262,7 @@ def _first_of_each(row_of: Tensor) -> Tensor:
 
 
 def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return padded batches of sequences of similar length: rows, positions and valid, [B, L]."""
+    """Return padded batches of sequences of similar length: rows, positions, valid mask, [B, L]."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     batches = []
     for size in sorted({1 << (n - 1).bit_length() for n in lengths.tolist() if n > 0}):
@@ -284,7 +284,7 @@ def _dense_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
     length = q.shape[-2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    # The textbook's backward: P, then dV, dP, dS, dQ and dK; dK and dV sum over a group's heads.
+    # The textbook backward: P, then dV, dP, dS, dQ and dK; dK and dV sum over the heads of a group.
     p = (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
     dv = (p.mT @ do).sum(2)
     dp = do @ v.mT
