@@ -1,16 +1,17 @@
-"""The adapter's two products on Hopper (`precision.adapter`), with the same bits in any batch.
+"""Both LoRA GEMMs on Hopper (`precision.adapter`), batch-invariant.
 
-The product with A sums over K in chunks of 512, each a chain of tensor-core products from zero,
-added in float32 in order. With many rows one program makes all chunks. With few rows each chunk has
-a program, and the last to arrive adds the sums in that order and rounds once.
+The GEMM with A sums over K in chunks of 512, each a chain of tensor-core products from zero; chunks
+are added in float32 in order. For many rows, one program computes all chunks. For few rows, each
+chunk has its own program, and the last to finish adds the sums in that order and rounds once.
 
-Decode waits for that product before every linear layer. In a captured graph A is read before the
-previous kernel has ended, and the next kernel may start at once. With `SIGNAL` a word says when
-what the previous kernel wrote can be read. Programs of the first ranks quantize x if needed.
+In decode, this GEMM is on the critical path of every linear layer. In a captured graph, it
+prefetches A before the previous kernel has ended, and the next kernel can start at once. With
+`SIGNAL`, a flag tells that kernel when the output of the previous kernel is ready. The programs of
+the first ranks also quantize x if needed.
 
-The product with B sums over the rank, one chain from zero, 16 at a time. y and u B^T are each
-rounded to bfloat16, then their sum is. A GEMM of few rows does so before its store. mma.sync has
-the bits of wgmma (tests/gpu/test_tensor_cores.py).
+The GEMM with B sums over the rank in one chain from zero, 16 at a time. y and u B^T are rounded to
+bfloat16 separately, and their sum is rounded again. GEMMs with few rows do so in their epilogue.
+mma.sync and wgmma give the same bits (tests/gpu/test_tensor_cores.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -43,18 +44,18 @@ from jetrl.precision.triton.layout import cdiv, empty_row_groups, is_ragged
 from jetrl.settings.presets import DEFAULT_SCALES
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-MOST_RANKS = 64  # of a part: what fits next to the GEMM's stages
+MOST_RANKS = 64  # maximum rank of a part that fits next to the stages of the GEMM
 
 
 @dataclass(frozen=True)
 class AdapterOperands:
-    """The adapter's product with A and its B, whose product is added to a layer's.
+    """Operands of the adapter GEMM u B^T that is added to the output of a linear layer.
 
     Attributes:
-        u: bfloat16 [T, P * R].
+        u: bfloat16 [T, P * R], x A^T.
         up: bfloat16 [N, R], s B.
-        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
-        ready: int32 [1], nonzero when X can be read (`ready_word`); None: wait for u instead.
+        columns: int32 [N / 64 rounded up], first column of u per 64 outputs of y, or -1.
+        ready: int32 [1], nonzero when X is ready (`ready_word`); None: wait for u instead.
     """
 
     u: Tensor
@@ -63,7 +64,7 @@ class AdapterOperands:
     ready: Tensor | None = None
 
     def descriptors(self, box: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Return what describes u, `box` rows at once, and B, `block_n` rows at once."""
+        """Return TMA descriptors of u, with boxes of `box` rows, and of B, of `block_n` rows."""
         (rows, width), (n, rank) = self.u.shape, self.up.shape
         return (
             TensorDescriptor(self.u, [rows, width], [self.u.stride(0), 1], [box, 16], LAYOUT),
@@ -73,9 +74,9 @@ class AdapterOperands:
 
 @gluon.jit
 def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
-    """Wait until X can be read: by the word at `ready_ptr`, or until the previous kernel has ended.
+    """Wait until X is ready: for the flag at `ready_ptr`, or for the end of the previous kernel.
 
-    The word orders the bulk copies behind it too, which are not ordinary reads.
+    The fence orders later TMA loads after the flag, since they use the async proxy.
     """
     if SIGNALLED:
         gl.inline_asm_elementwise(
@@ -102,14 +103,14 @@ def load_beside(
     u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
     PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
-    """Do a warp's work next to the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
+    """Load the tiles of B, wait for the kernel that computes u, and load its tiles (one warp).
 
     Args:
         u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
         b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
-        columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
-        n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
-        early: 1 if B may be read before the previous kernel has ended.
+        columns_ptr: int32 [N / 64 rounded up], first column of u per 64 rows of B, or -1.
+        n0: first row of B of the program; a part does not cross a multiple of 64.
+        early: 1 to read B before the previous kernel has ended.
     """
     STEPS: gl.constexpr = RANK // 16
     if early == 0:
@@ -131,7 +132,7 @@ def load_beside(
 
 @gluon.jit
 def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return the first column of u, or -1, for each of PARTS tiles of BLOCK_N columns of y."""
+    """Load the first column of u, or -1, for each of PARTS tiles of BLOCK_N columns of y."""
     firsts = ()
     for part in gl.static_range(PARTS):
         first = gl.load(columns_ptr + gl.minimum(n0 + part * BLOCK_N, N - 1) // 64)
@@ -141,11 +142,11 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.constexpr):
-    """Return a tile of the product plus the adapter's, bfloat16.
+    """Return a tile of y plus the adapter product, bfloat16.
 
     Args:
-        total: float32 [BLOCK_M, BLOCK_N], the layer's product, in a layout of wgmma.
-        first: the first column of u for this tile, or -1 if nothing is added.
+        total: float32 [BLOCK_M, BLOCK_N], output tile of the layer, in a wgmma layout.
+        first: first column of u for this tile, or -1 if there is no adapter.
     """
     BLOCK_M: gl.constexpr = total.shape[0]
     BLOCK_N: gl.constexpr = total.shape[1]
@@ -164,17 +165,17 @@ def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.con
 
 
 CHUNK = 512  # along K; pinned, since the bits depend on it
-MOST_ROWS = 4096  # fewer than these
-_FEW_ROWS = 256  # up to here a program has 16 rows
-_RANKS = 32  # rows of A that a program has
-DOWN_PROGRAM_REGISTERS = 128 * 64  # of a program of 16 rows, at most: 128 threads of 64
+MOST_ROWS = 4096  # `project_down_rows` takes fewer rows than this
+_FEW_ROWS = 256  # up to this many rows, a program has 16
+_RANKS = 32  # rows of A per program
+DOWN_PROGRAM_REGISTERS = 128 * 64  # maximum for a program of 16 rows: 128 threads of 64
 
 
 @gluon.jit
 def _copy_tile(
     smem, ptr, first_row, num_rows, first_column, num_columns, stride, loads: gl.constexpr
 ):
-    """Start copying a tile of a matrix to shared memory, with zeros if it has none."""
+    """Start copying a tile of a matrix to shared memory, with zeros outside the matrix."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, loads))
@@ -187,7 +188,7 @@ def _copy_tile(
 
 @gluon.jit
 def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
-    """Write a word by the program's first thread."""
+    """Store a word from the first thread of a program, with a fence before (PUBLISH) or after."""
     before: gl.constexpr = "@one fence.acq_rel.gpu;" if PUBLISH else ""
     behind: gl.constexpr = "" if PUBLISH else "@one fence.acq_rel.gpu;"
     write: gl.constexpr = (
@@ -208,7 +209,7 @@ def _store_codes(
     smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
     RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in shared memory as 1 x 128 groups."""
+    """Quantize a tile in shared memory in 1 x 128 groups."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -235,16 +236,16 @@ def down_rows_kernel(
     CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
     RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
+    """Multiply ROWS rows of x by RANKS rows of A over a chunk of K; the last program reduces.
 
     Args:
-        x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
+        x_ptr: bfloat16 [num_rows, num_columns], with row stride x_stride.
         a_ptr: bfloat16 [rank, num_columns].
         sums_ptr: float32 [chunks, num_rows, rank], written.
         out_ptr: bfloat16 [num_rows, rank], written.
-        arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
-        ready_ptr: int32, with SIGNAL 0 before the next kernel starts, and 1 once it may read.
-        early: 1 if A may be read before the previous kernel has ended.
+        arrived_ptr: int32 counter per output tile, zero before and after the kernel.
+        ready_ptr: int32; if SIGNAL, 0 before the next kernel starts, and 1 once it can read x.
+        early: 1 to read A before the previous kernel has ended.
     """
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -258,19 +259,19 @@ def down_rows_kernel(
     tells = (gl.program_id(0) == 0) & (gl.program_id(1) == 0) & (chunk == 0)
     if SIGNAL:
         _write_word(ready_ptr, 0, tells, False)
-        gluon_names.barrier()  # no thread lets the next kernel start before that
+        gluon_names.barrier()  # no thread starts the next kernel before the flag is cleared
     gluon_let_next_start()
     if early == 0:
         gluon_wait_for_previous()
     _copy_tile(a_smem, a_ptr, rank0, rank, chunk * CHUNK, num_columns, num_columns, loads)
     gluon_wait_for_previous()
     if SIGNAL:
-        _write_word(ready_ptr, 1, tells, True)  # in front of copies, which its fence would wait for
+        _write_word(ready_ptr, 1, tells, True)  # before the copies, which its fence would wait for
     _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
     async_copy.wait_group(0)
     gluon_names.barrier()
 
-    # The chunk's chain: 16 products at a time, in the order of K.
+    # Multiply the chunk, 16 products at a time in the order of K.
     total = gl.zeros([ROWS, RANKS], gl.float32, mma)
     for column in gl.static_range(0, CHUNK, 64):
         x = x_smem.slice(column, 64, 1).load(gl.DotOperandLayout(0, mma, 2))
@@ -288,15 +289,15 @@ def down_rows_kernel(
             num_columns, gl.program_id(1) == 0, RAGGED, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
 
-    # Every thread has stored before one of them counts the program, which releases the stores of
-    # all; who counts last acquires those of the other programs.
+    # All threads store before one of them counts the program, which releases their stores. The last
+    # program to count acquires the stores of the others.
     gluon_names.barrier()
     counter = arrived_ptr + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1))
     before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if before == chunks - 1:
         total = gl.zeros([ROWS, RANKS], gl.float32, mma)
         for first in range(0, chunks, 8):
-            # Eight loads are under way at once; past the last chunk there is nothing to add.
+            # Keep eight loads in flight; chunks past the last add zeros.
             parts = ()
             for i in gl.static_range(8):
                 part = gl.load(
@@ -307,16 +308,16 @@ def down_rows_kernel(
             for i in gl.static_range(8):
                 total += parts[i]
         gl.store(out_ptr + places, total.to(gl.bfloat16), mask=mask)
-        gl.store(counter, 0)  # for the next product
+        gl.store(counter, 0)  # for the next call
 
 
 def ready_word(arrived: Tensor) -> Tensor:
-    """Return the word, int32 [1], that says when the input of the product with A can be read."""
+    """Return the flag, int32 [1], that signals when the input of the GEMM with A is ready."""
     return arrived[-1:]
 
 
 def down_program_bytes(rows: int) -> int:
-    """Return the bytes of shared memory of a program of the product with A."""
+    """Return the shared memory of a program of `project_down_rows`, in bytes."""
     return (_tile_rows(rows) + _RANKS) * CHUNK * 2
 
 
@@ -328,20 +329,19 @@ def project_down_rows(
     codes: QTensor | None = None,
     scales: str = DEFAULT_SCALES,
 ) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
+    """Return u = x A^T, bfloat16 [T, R], equal to `precision.adapter.project_down`, for few rows.
 
-    Captured in a graph, the kernel must not directly follow the one that writes A. The kernel
-    behind may start before the one in front has ended: it may then read what neither writes, and
-    once it has waited it may read what both wrote.
+    In a captured graph, this kernel must not directly follow the kernel that writes A. The next
+    kernel can start before the previous one has ended: until it waits, it may read only what
+    neither the previous kernel nor this one writes.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
+        x: bfloat16 [T, K], each row contiguous, T below `MOST_ROWS` and K a multiple of 16.
         down: bfloat16 [R, K], A.
-        arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
-            word of `ready_word`; no two products that run at once share it.
-        signal: whether `ready_word` tells the next kernel when it may read what the kernel in
-            front wrote.
-        codes: 1 x 128 groups that x is written to, with such scales; None: x is not quantized.
+        arrived: int32 zeros [256 * (R / 16) + 1], one counter per 16 rows of x and of A, then the
+            flag of `ready_word`; concurrent calls must not share it.
+        signal: whether to set `ready_word` once the output of the previous kernel is ready.
+        codes: 1 x 128 groups to quantize x into, with `scales`; None: x is not quantized.
     """
     (num_rows, num_columns), rank = x.shape, len(down)
     assert num_rows < MOST_ROWS, f"{num_rows} rows"
@@ -368,17 +368,17 @@ def project_down_rows(
 def project_down_quantize(
     x: Tensor, down: Tensor, arrived: Tensor, scales: str = DEFAULT_SCALES
 ) -> tuple[Tensor, QTensor]:
-    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass."""
+    """Return u as `project_down_rows` does, and x in 1 x 128 groups, in one pass."""
     codes = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
     return project_down_rows(x, down, arrived, codes=codes, scales=scales), codes
 
 
 def _tile_rows(rows: int) -> int:
-    """Return the rows of a program: few where there are SMs for more programs."""
+    """Return the rows per program: fewer if more programs still fit the SMs."""
     return 16 if rows <= _FEW_ROWS else 64
 
 
-# Pinned: the bits of every product depend on these.
+# Pinned: the bits of the GEMMs depend on these.
 _ROWS, _DEPTH, _OUTPUTS = 64, 64, 64
 
 
@@ -387,7 +387,7 @@ def _chunk_sum(
     x_ptr, a_ptr, rows, ranks, chunk, num_rows, num_columns, rank, x_stride,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of one chunk of K of x A^T, float32 [ROWS, BLOCK_R], from zero."""
+    """Return x A^T over one chunk of K, float32 [ROWS, BLOCK_R], accumulated from zero."""
     total = tl.zeros([ROWS, BLOCK_R], tl.float32)
     first = chunk * CHUNK
     for start in tl.range(first, tl.minimum(first + CHUNK, num_columns), DEPTH):
@@ -412,7 +412,7 @@ def _down_kernel(
     x_ptr, a_ptr, out_ptr, num_rows, num_columns, rank, x_stride, chunks,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K."""
+    """Compute x A^T for ROWS rows of x and BLOCK_R rows of A, over all chunks of K."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_previous()
@@ -433,7 +433,7 @@ def _up_kernel(
     y_ptr, u_ptr, b_ptr, columns_ptr, num_rows, num_outputs, u_stride,
     RANK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add u B^T to ROWS rows and OUTPUTS columns of y, each product rounded before it is added."""
+    """Add u B^T to ROWS rows and OUTPUTS columns of y, after rounding it to bfloat16."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.load(columns_ptr + tl.program_id(1))
@@ -442,7 +442,7 @@ def _up_kernel(
     wait_for_previous()
     let_next_start()
     if first >= 0:
-        # Asked for first, since it comes from furthest away.
+        # Load y first, since it has the longest latency.
         y = tl.load(y_ptr + places, mask=inside, other=0.0)
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for start in tl.static_range(0, RANK, BLOCK_R):
@@ -470,7 +470,7 @@ def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
 
 
 def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], each row by a program that makes all chunks."""
+    """Return u = x A^T, bfloat16 [T, R], with one program per tile for all chunks of K."""
     (num_rows, num_columns), rank = x.shape, len(down)
     out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     block = min(128, 1 << (rank - 1).bit_length())

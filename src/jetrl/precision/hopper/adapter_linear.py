@@ -1,8 +1,8 @@
-"""A linear layer in FP8 or NVFP4 with an adapter on Hopper: the product with A, then its own.
+"""FP8 and NVFP4 linear layers with LoRA adapters on Hopper.
 
-Few rows: the layer's kernel starts next to the product with A and adds the product with B before it
-writes y. The libraries' kernels know no adapters: behind them a pass reads and writes y once more.
-All give the same bits.
+For few rows, the GEMM of the layer overlaps with the GEMM with A and adds the product with B in its
+epilogue. Library GEMMs do not support adapters, so a separate pass over y follows. Both forms give
+the same bits.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from jetrl.precision.adapter_weight import AdapterWeight
 
 Form = Literal["fused", "passes"]
-NVFP4_FUSED_ROWS = 128  # of X: up to so many, an NVFP4 product adds the adapter's itself
+NVFP4_FUSED_ROWS = 128  # up to this many rows of X, the NVFP4 GEMM fuses the adapter
 
 
 def form_for(rows: int, n: int, rank: int) -> Form:
-    """Return the faster form of a product with an adapter and a weight of n rows."""
+    """Return the faster form for a GEMM with an adapter and a weight with n rows."""
     fits = rank <= MOST_RANKS and tiles_beside(rows, n, rank) is not None
     return "fused" if fits else "passes"
 
 
 def _signalling(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOperands]:
-    """Start the product with A, which tells the next kernel when it may read X."""
+    """Launch the GEMM with A, which signals the next kernel when X is ready."""
     u = project_down_rows(x, adapter.down, adapter.arrived, signal=True)
     return u, AdapterOperands(u, adapter.up, adapter.columns, ready_word(adapter.arrived))
 
@@ -51,11 +51,11 @@ def _signalling(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOpera
 def adapted_matmul(
     a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a @ b^T with the adapter's product added, bfloat16 [T, N], and u, bfloat16 [T, P * R].
+    """Return a @ b^T plus the adapter product, bfloat16 [T, N], and u, bfloat16 [T, P * R].
 
     Args:
-        values: bfloat16 [T, K], the values of a's codes.
-        form: one to measure or to compare; the faster one by default.
+        values: bfloat16 [T, K], the unquantized values of a.
+        form: implementation to use; None picks the faster one.
     """
     n, rank = adapter.up.shape
     if (form or form_for(len(values), n, rank)) == "fused":
@@ -69,11 +69,11 @@ def adapted_matmul(
 def quantized_adapted_matmul(
     x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str
 ) -> tuple[Tensor, Tensor]:
-    """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
+    """Return quantize(x) @ b^T plus the adapter product, and u = x A^T.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous.
-        scales: "fp32" or "pow2", the quantizer's scales.
+        x: bfloat16 [T, K], each row contiguous.
+        scales: "fp32" or "pow2" scales of the quantizer.
 
     Returns:
         bfloat16 [T, N] and bfloat16 [T, P * R].
@@ -92,7 +92,7 @@ def quantized_adapted_matmul(
 def nvfp4_adapted_matmul(
     x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x @ w^T with the adapter's product added, and u, of x bfloat16 [T, K]."""
+    """Return x @ w^T plus the adapter product, and u, for x bfloat16 [T, K]."""
     x = x if x.is_contiguous() else x.contiguous()
     fits = len(x) <= NVFP4_FUSED_ROWS and adapter.up.shape[1] <= MOST_RANKS
     if form == "fused" or (form is None and fits):

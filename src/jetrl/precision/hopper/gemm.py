@@ -1,14 +1,14 @@
-"""`precision.gemm` on Hopper: cuBLAS, DeepGEMM and a kernel of ours, with the same bits.
+"""`precision.gemm` on Hopper: cuBLAS, DeepGEMM and our own kernel, with the same bits.
 
-All follow the canonical order (for each 128 of K the tensor core from zero, then one float32
-multiply-add with the two scales, K blocks in order), at any number of rows
-(tests/gpu/test_gemm.py). The one known exception is cuBLAS's choice of split K at few rows, so rows
+All use the canonical order at any number of rows: for each 128 of K, the tensor core accumulates
+from zero, then one float32 multiply-add applies both scales, with K blocks in order
+(tests/gpu/test_gemm.py). The one known exception is that cuBLAS may split K for few rows, so rows
 are padded to 64 and to a multiple of 4.
 
-cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, if installed, is faster and
-takes products with BF16 results; its kernels compile on first use. `gemm_rows` is faster still at a
-decode step's rows: 64, and 128 if the weight is wide (DeepGEMM 0.1.4 takes 88 microseconds for 96
-to 128 rows by 24576 x 4096, and 44 for 256).
+cuBLAS is called through `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, if installed, is
+faster for BF16 outputs; its kernels compile on first use. `gemm_rows` is faster still for a decode
+step: up to 64 rows, or 128 for wide weights (DeepGEMM 0.1.4 takes 88 us for 96 to 128 rows by
+24576 x 4096, and 44 us for 256).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jetrl.precision.triton.layout import (
 )
 
 Backend = Literal["cublas", "deep_gemm", "triton"]
-_FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
-# The rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X.
+_FEW_ROWS = 64  # one wgmma tile: `gemm_rows` is the fastest for any weight
+# DeepGEMM is slow for weights with more rows than this and 65 to 128 rows of X.
 _WIDE = 128 * MULTIPROCESSORS
 
 
@@ -49,8 +49,8 @@ def deep_gemm_installed() -> bool:
 
 
 def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
-    """Return the backend of `fp8_matmul_hopper` by default; all give the same bits."""
-    # The other two write BF16 only.
+    """Return the default backend of `fp8_matmul_hopper`; all give the same bits."""
+    # The other two write only BF16.
     if out_dtype != torch.bfloat16:
         return "cublas"
     rows, wide = a.shape[0], b.shape[0] > _WIDE
@@ -62,7 +62,7 @@ def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
 def fp8_matmul_hopper(
     a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
 ) -> Tensor:
-    """`precision.gemm.fp8_matmul` on Hopper; operands in another layout are copied first."""
+    """`precision.gemm.fp8_matmul` on Hopper; copies operands that have another layout."""
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GEMM takes other codes"
     assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
     assert a.codes.stride(1) == b.codes.stride(1) == 1, "K is not contiguous"
@@ -70,7 +70,7 @@ def fp8_matmul_hopper(
     chosen = backend or backend_for(a, b, out_dtype)
     if is_ragged(b.shape[1]):
         b = replace(b, codes=whole_groups(b.codes, b.shape[0]))
-    # The libraries are launched with padded rows, whose results are dropped; ours writes a's rows.
+    # The libraries need padded rows, whose results are dropped; our kernel writes only real rows.
     rows, codes, scales = row_operand(a)
     if chosen == "triton":
         return rows_matmul(rows, codes, scales, b)
@@ -80,20 +80,20 @@ def fp8_matmul_hopper(
 
 
 def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the product by cuBLAS, of padded codes [M, K] and scales [M, K / 128]."""
+    """Multiply by cuBLAS, for padded codes [M, K] and scales [M, K / 128]."""
     return scaled_mm(
         codes,
         b.codes.t(),
         scales,
         ScalingType.BlockWise1x128,
-        _weight_scales(b, 4).t(),  # unpadded, cuBLAS reads them wrongly and does not say so
+        _weight_scales(b, 4).t(),  # without padding, cuBLAS silently misreads them
         ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )
 
 
 def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
-    """Return the product by DeepGEMM, bfloat16, of padded codes [M, K] and scales [M, K / 128]."""
+    """Multiply by DeepGEMM, bfloat16, for padded codes [M, K] and scales [M, K / 128]."""
     out = torch.empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16, device=codes.device)
     weight = (b.codes, _weight_scales(b, 1))
     _load_deep_gemm().fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
@@ -102,33 +102,33 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 
 @functools.cache
 def _load_deep_gemm() -> Any:
-    """Return DeepGEMM's module, or raise UserError saying what it lacks."""
+    """Import DeepGEMM; raise UserError if it lacks a CUDA toolkit."""
     try:
         library = importlib.import_module("deep_gemm")
         compiler = Path(library.find_cuda_home(), "bin", "nvcc")
         problem = "" if compiler.is_file() else f"there is no {compiler}"
     except (AssertionError, ImportError, OSError, RuntimeError) as error:
-        problem = str(error) or "there is no CUDA toolkit"  # which it asserts without a word
+        problem = str(error) or "there is no CUDA toolkit"  # asserted without a message
     if problem:
         raise UserError(
             f"DeepGEMM cannot work: {problem}; set CUDA_HOME to a CUDA 13 toolkit, with nvcc, or "
             "`pip uninstall sgl-deep-gemm`: cuBLAS gives the same bits, slower in decode"
         )
-    library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
+    library.set_pdl(True)  # programmatic dependent launch, as in `precision.triton.launch`
     return library
 
 
 def row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
-    """Return a's rows, and codes and scales of `padded_rows`, in place where possible."""
+    """Return the number of rows of a, and codes and scales padded to `padded_rows`."""
     rows, padded = a.shape[0], padded_rows(a.shape[0])
     codes = whole_groups(a.codes, padded)
     return rows, codes, placed(a.scales, (padded, a.scales.shape[1]), (1, padded))
 
 
 def _weight_scales(b: QTensor, multiple: int) -> Tensor:
-    """Return b's scales [N/128, K/128] as [N/128, L] contiguous, L = K/128 up to a multiple."""
-    # A weight's scales are stored with room for the multiple (`layout.empty_weight`), X's of WGrad
-    # without: those are copied for cuBLAS.
+    """Return the scales of b [N/128, K/128] as contiguous [N/128, K/128 rounded up to multiple]."""
+    # Scales of weights are stored with padding (`layout.empty_weight`); those of X in WGrad are
+    # not, and are copied for cuBLAS.
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
     return placed(b.scales, (outer, length), (length, 1), zeros=length > blocks)

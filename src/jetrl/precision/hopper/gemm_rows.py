@@ -1,17 +1,17 @@
-"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
+"""FP8 GEMM for few rows on Hopper: decode, where X has up to 128 rows and the weight dominates.
 
-It has the bits of the libraries (`precision.hopper.gemm`). How the weight is cut into tiles changes
-no bit; docs/kernels.md says which forms were not kept.
+Results are bitwise equal to the libraries' (`precision.hopper.gemm`). The tile shape changes no
+bits; docs/kernels.md lists rejected variants.
 
-Speed is continuous reading: a program takes 16 to 192 rows of the weight over the whole of K. One
-warp requests tiles by bulk copy into up to 16 stages, and four or eight warps multiply. In a
-captured graph the first tiles of the weight are requested before the previous kernel has ended. A
-stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
-Stages form ROUNDS groups of GROUP blocks, each with two barriers: `arrived`, when its bytes have
-come, and `left`, when they have been read. The tensor cores drain at each barrier, hence groups.
+Speed comes from loading the weight without gaps: a program processes 16 to 192 rows of the weight
+over all of K. One warp issues TMA loads into up to 16 stages, and four or eight warps multiply. In
+a captured graph, the first weight tiles are loaded before the previous kernel has ended. A stage
+holds one block of 128 along K: codes and scales of X, and PARTS tiles of weight codes. Stages form
+ROUNDS groups of GROUP blocks. Each group has two barriers: `arrived`, when its data has landed, and
+`left`, when it has been read. Groups amortize the drain of the tensor cores at each barrier.
 
-An adapter's product with B joins before the store (`hopper.adapter`). Programs of the kernel that
-makes u need room on the same SMs, so such a product has fewer stages.
+The product with B of an adapter is added in the epilogue (`hopper.adapter`). The kernel that
+computes u needs space on the same SMs, so such a GEMM has fewer stages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -57,10 +57,10 @@ from jetrl.precision.triton.layout import cdiv
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of a product into programs and stages.
+    """Tile sizes and pipeline stages of a GEMM.
 
     Attributes:
-        block_m: rows of X that a program has: 64 or 128.
+        block_m: rows of X per program: 64 or 128.
         group: blocks of 128 along K that share a pair of barriers.
     """
 
@@ -71,7 +71,7 @@ class Tiles:
     group: int
 
 
-# Of up to 64 rows of X, by the rows of the weight per SM.
+# For up to 64 rows of X: the maximum rows of the weight per SM, and the tiles.
 _OF_64_ROWS = (
     (16, Tiles(64, 1, 16, 4, 4)),
     (32, Tiles(64, 1, 32, 4, 4)),
@@ -83,7 +83,7 @@ _WIDEST = Tiles(64, 2, 64, 4, 1)
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
-    """Return the cut of a product with a weight of n rows, whose programs all run at once."""
+    """Return the tiles for a weight with n rows, with all programs in one wave if possible."""
     if rows > 64:
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
             if cdiv(n, tiles.parts * tiles.block_n) <= MULTIPROCESSORS:
@@ -93,9 +93,9 @@ def tiles_for(rows: int, n: int) -> Tiles:
 
 
 def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
-    """Return the cut of a product to which an adapter's is added; None if a library is faster.
+    """Return the tiles for a GEMM with a fused adapter, or None if a library is faster.
 
-    It leaves room for the tiles of u and B, and for a program of the product with A on the same SM.
+    They leave room for the tiles of u and B, and for a program of the GEMM with A on the same SM.
     """
     tiles = tiles_for(rows, n)
     if rows > 128:
@@ -116,7 +116,7 @@ def _load_weights(
     PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of the weight's codes for the first COUNT blocks of a group."""
+    """Start TMA loads of weight codes for the first COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     mbarrier.expect(bar, COUNT * BLOCK_BYTES)
     for i in gl.static_range(COUNT):
@@ -133,7 +133,7 @@ def _load_rows(
     x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
     BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of X's codes and scales for COUNT blocks of a group."""
+    """Start TMA loads of codes and scales of X for COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     for i in gl.static_range(COUNT):
         k = group * GROUP + i
@@ -149,21 +149,20 @@ def load_operands(
     KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, SIGNALLED: gl.constexpr,
 ):  # fmt: skip
-    """Do the loading warp's work: keep every stage that is free asked for.
+    """Load operands into each stage once it has been read (the loading warp).
 
     Args:
         x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
-        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
+        s_desc: float32 [K / 128, M padded], scales of X, boxes of [1, BLOCK_M].
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
-        early: 1 if weights may be read before the previous kernel has ended.
+        early: 1 to read the weight before the previous kernel has ended.
     """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
     )
     GROUPS: gl.constexpr = KB // GROUP
     AHEAD: gl.constexpr = ROUNDS if ROUNDS < GROUPS else GROUPS
-    # All stages are free at first. The weights of the first groups do not depend on the kernel in
-    # front; X, which that writes, does.
+    # All stages are free at first. The weight does not depend on the previous kernel; X does.
     if early == 0:
         gluon_wait_for_previous()
     for group in range(AHEAD):
@@ -174,15 +173,15 @@ def load_operands(
     gluon_let_next_start()
     for group in range(AHEAD):
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
-    # From then on a group's stages are asked for again once the multiplying warps have left them.
-    # The phase of a barrier flips each time round.
+    # Reload the stages of a group once the multiplying warps have released them. The phase of a
+    # barrier flips each round.
     for group in range(AHEAD, GROUPS):
         mbarrier.wait(left.index(group % ROUNDS), ((group // ROUNDS) & 1) ^ 1)
         _load_weights(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
-    # What is left of K is a smaller group.
+    # The remainder of K is a smaller group.
     if KB % GROUP:
         mbarrier.wait(
             left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
@@ -206,12 +205,12 @@ def _multiply_group(
     COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Return totals with COUNT blocks of K added, in order; their tensor-core work overlaps."""
+    """Return totals with COUNT blocks of K added in order; their tensor-core products overlap."""
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
     first = (group % ROUNDS) * GROUP
     last_line = (N - 1) // 128
-    # The weight's scales come from memory, before the wait, which hides their latency: a tile lies
-    # within one line of them. Past N a line does not exist; the value read instead is not stored.
+    # Load the weight scales from global memory before the wait, to hide their latency. A tile is
+    # within one row of scales. Past N the row is clamped, and the result is not stored.
     w_scales = ()
     for i in gl.static_range(COUNT):
         for part in gl.static_range(PARTS):
@@ -219,9 +218,9 @@ def _multiply_group(
             w_scales += (gl.load(line + group * GROUP + i),)  # type: ignore[assignment]
     mbarrier.wait(arrived.index(group % ROUNDS), (group // ROUNDS) & 1)
 
-    # Every block starts from zero, so that each can be scaled by itself. All are started, then
-    # waited for one after the other: K in order, two to four products in flight. (An accumulator
-    # in flight across the loop's back edge would make the assembler serialize every wgmma.)
+    # Each block accumulates from zero, so that it can be scaled separately. Start all, then wait
+    # for one at a time: K in order, two to four products in flight. (An accumulator in flight
+    # across the back edge of the loop would make ptxas serialize every wgmma.)
     sums = ()
     scales = ()
     for i in gl.static_range(COUNT):
@@ -236,7 +235,7 @@ def _multiply_group(
     for i in gl.static_range(COUNT):
         new_totals = ()
         for part in gl.static_range(PARTS):
-            # So many products may still run when this one has ended.
+            # The number of products that may still be in flight.
             block = warpgroup_mma_wait(
                 (COUNT - i) * PARTS - part - 1, deps=[sums[i * PARTS + part]]
             )
@@ -254,12 +253,12 @@ def _multiply(
     KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the multiplying warps' work: all of K for the program's tiles, then their store."""
+    """Multiply the tiles of the program over all of K, and store them (the multiplying warps)."""
     totals = ()
     for _ in gl.static_range(PARTS):
         totals += (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma),)  # type: ignore[assignment]
     if early == 0:
-        gluon_wait_for_previous()  # the weight's scales may be what it writes
+        gluon_wait_for_previous()  # the previous kernel may write the weight scales
     if RANK > 0:
         firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
     for group in range(KB // GROUP):
@@ -267,17 +266,17 @@ def _multiply(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
             PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
-        # X's scales were read by ordinary loads, and a barrier alone does not keep these in front
-        # of the next bulk copy (docs/kernels.md, "When a stage may be copied over").
+        # The scales of X were read by ordinary loads, and a barrier alone does not order those
+        # before the next TMA load (docs/kernels.md, "When a stage may be copied over").
         fence_async_shared()
-        gluon_names.barrier()  # every warp has left these stages
+        gluon_names.barrier()  # all warps have read these stages
         mbarrier.arrive(left.index(group % ROUNDS), count=1)
     if KB % GROUP:
         totals = _multiply_group(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, KB // GROUP, n0, N, totals,
             KB % GROUP, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
-    # Rows past M are products of whatever lay in the stage, columns past N of no weight at all.
+    # Rows past M and columns past N are arbitrary, and not stored.
     rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
     columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
     places = y_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
@@ -299,14 +298,14 @@ def rows_gemm_kernel(
     BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
     SIGNALLED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
+    """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over all of K.
 
     Args:
-        ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
+        ws_ptr: float32 [N / 128, K / 128], weight scales, with row stride ws_stride.
         y_ptr: bfloat16 [M, N], written.
-        early: 1 if the weight may be read before the previous kernel has ended.
-        RANK: columns of the adapter's B; 0: no adapter.
-        SIGNALLED: whether a word at `ready_ptr` says when X can be read (`adapter.wait_for_rows`).
+        early: 1 to read the weight before the previous kernel has ended.
+        RANK: rank of the adapter; 0: no adapter.
+        SIGNALLED: whether a flag at `ready_ptr` tells when X is ready (`adapter.wait_for_rows`).
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
@@ -322,7 +321,7 @@ def rows_gemm_kernel(
     for i in gl.static_range(ROUNDS):
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(left.index(i), count=1)
-    # Without an adapter its memory is named and not there.
+    # Without an adapter, its buffers are placeholders.
     COUNT: gl.constexpr = PARTS * (RANK // 16)
     u_smem = w_smem
     b_smem = w_smem
@@ -332,7 +331,7 @@ def rows_gemm_kernel(
         b_smem = gl.allocate_shared_memory(b_desc.dtype, [COUNT, BLOCK_N, 16], b_desc.layout)
         beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(beside.index(0), count=1)
-    # The warps that multiply, the one that copies, and with an adapter the one that copies that.
+    # The multiplying warps, the loading warp, and the loading warp of the adapter, if there is one.
     COPIES: gl.constexpr = 2 if RANK > 0 else 1
     gl.warp_specialize(
         [
@@ -358,16 +357,16 @@ def rows_matmul(
     tiles: Tiles | None = None,
     adapter: AdapterOperands | None = None,
 ) -> Tensor:
-    """Return the first rows of a product with a weight, bfloat16 [rows, N].
+    """Return codes @ b^T for the first `rows` rows, bfloat16 [rows, N].
 
-    Captured in a graph, the kernel must not directly follow the one that writes b.
+    In a captured graph, the kernel must not directly follow the one that writes b.
 
     Args:
         codes: float8_e4m3fn [padded, K] contiguous, padded at least 64.
         scales: float32 [padded, K / 128] with strides (1, padded).
-        b: 128 x 128 groups [N, K], its codes in whole groups (`layout`).
-        tiles: a cut to measure.
-        adapter: the adapter whose product is added; the kernel directly in front makes its u.
+        b: 128 x 128 groups [N, K], with codes padded to whole groups (`layout`).
+        tiles: tile sizes to benchmark; None picks the fastest.
+        adapter: adapter to add; the kernel directly before this one must compute its u.
     """
     padded, k = codes.shape
     n = b.shape[0]
@@ -379,12 +378,12 @@ def rows_matmul(
     if tiles is None:
         tiles = (tiles_beside(rows, n, rank) if rank else None) or tiles_for(rows, n)
     b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
-    # As few rows as X has, since a box past the end of the array is slow; 16 at least.
+    # No more rows than X has, since a box past the end of an array is slow; at least 16.
     box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
     weight = TensorDescriptor(
         b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
     )
-    # A kernel takes no None: without an adapter other tensors stand for its operands.
+    # A kernel cannot take None: without an adapter, other tensors are placeholders.
     u, up, columns, ready = weight, weight, out, None
     if adapter is not None:
         u, up = adapter.descriptors(box, tiles.block_n)
@@ -401,7 +400,7 @@ def rows_matmul(
         k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
         rank, ready is not None,
         num_warps=tiles.block_m // 16,
-        # Of all warps: those that multiply take over most registers of the four that load.
+        # For all warps: the multiplying warps take over most registers of the loading ones.
         maxnreg=128 if tiles.block_m == 64 else 168,
         enable_fp_fusion=False,
         **overlapped(),

@@ -1,9 +1,9 @@
-"""The INT8 product of few rows on Hopper: decode, where a weight is read for at most 256 rows.
+"""INT8 GEMM for few rows on Hopper: decode, where X has up to 256 rows and the weight dominates.
 
-One warp requests tiles by bulk copy, four or eight multiply. In a captured graph the first tiles of
-the weight are requested before the previous kernel has ended. Stages form ROUNDS groups of GROUP
-blocks of 128 along K, each with two barriers: `arrived`, when its bytes have come, and `left`, when
-they have been read. The tensor cores drain at each barrier, hence groups.
+One warp issues TMA loads, and four or eight warps multiply. In a captured graph, the first weight
+tiles are loaded before the previous kernel has ended. Stages form ROUNDS groups of GROUP blocks of
+128 along K. Each group has two barriers: `arrived`, when its data has landed, and `left`, when it
+has been read. Groups amortize the drain of the tensor cores at each barrier.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,7 +36,7 @@ BLOCK_K = 128
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of a product: rows of X, PARTS x rows of the weight, and groups of stages."""
+    """Tile sizes of a GEMM: rows of X, parts x rows of the weight, and groups of stages."""
 
     block_m: int
     parts: int
@@ -46,7 +46,7 @@ class Tiles:
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
-    """Return the cut of a product with a weight of n rows; no bit depends on it."""
+    """Return the tiles for a GEMM with a weight of n rows; they change no bits."""
     per_sm = cdiv(n, MULTIPROCESSORS)
     size = 0 if per_sm <= 32 else 1 if per_sm <= 64 else 2
     if rows <= 64:
@@ -62,7 +62,7 @@ def _copy(
     PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Do the loading warp's work. Blocks past the end of K are copied as zeros."""
+    """Load operands into each stage once it has been read; blocks past K are zeros."""
     BYTES: gl.constexpr = GROUP * (x_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes)
     ahead = gl.minimum(num_blocks, ROUNDS)
     if early == 0:
@@ -106,7 +106,7 @@ def _multiply(
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr,
     GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the multiplying warps' work: all of K for the program's tiles, then their store."""
+    """Multiply the tiles of the program over all of K, and store them."""
     sums = ()
     for _ in gl.static_range(PARTS):
         sums += (gl.zeros([BLOCK_M, BLOCK_N], gl.int32, mma),)  # type: ignore[assignment]
@@ -126,7 +126,7 @@ def _multiply(
         for part in gl.static_range(PARTS):
             ended += (warpgroup_mma_wait(0, deps=[sums[part]]),)  # type: ignore[assignment]
         sums = ended
-        gluon_names.barrier()  # every warp has left these stages
+        gluon_names.barrier()  # all warps have read these stages
         mbarrier.arrive(left.index(at), count=1)
     gluon_wait_for_previous()
     rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
@@ -147,7 +147,7 @@ def rows_kernel(
     PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K."""
+    """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over all of K."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
     )
@@ -179,7 +179,7 @@ _CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2
 def rows_matmul(
     a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None
 ) -> Tensor:
-    """Return the product of few rows with a weight, [M, N]."""
+    """Return a @ b^T for few rows of a, [M, N]."""
     (rows, k), n = a.shape, b.shape[0]
     out = torch.empty(rows, n, dtype=out_dtype, device=a.codes.device)
     if not rows:
@@ -200,6 +200,6 @@ def rows_matmul(
 
 
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`precision.int8.int8_matmul`; sums of integers have the same bits from both kernels."""
+    """`precision.int8.int8_matmul`; integer sums make both kernels bitwise equal."""
     matmul = rows_matmul if a.shape[0] <= FEW_ROWS else tiles_matmul
     return matmul(a, b, out_dtype)

@@ -1,10 +1,10 @@
 """`precision.nvfp4` on Hopper.
 
-Few rows read the codes themselves (`nvfp4_rows`). Many rows are multiplied by cuBLAS, which reads
-the weight widened to BF16, exactly, and adds in the same order (tests/gpu/test_nvfp4.py). The
-widened weight is dropped after the product: it has 3.6 times the memory of the codes.
+For few rows, the GEMM reads the codes (`nvfp4_rows`). For many rows, the weight is dequantized to
+BF16 (exact) and multiplied by cuBLAS, which adds in the same order (tests/gpu/test_nvfp4.py). The
+BF16 weight takes 3.6 times the memory of the codes and is freed after the GEMM.
 
-Sums are multiplied by the matrix's scale before they are rounded. If K has several parts, their
+Sums are multiplied by the tensor scale before they are rounded. If K has several parts, their
 float32 sums are added in order first, for at most `ROWS_AT_ONCE` rows at a time.
 """
 
@@ -46,8 +46,8 @@ _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 def widen_kernel(
     codes_ptr, scales_ptr, out_ptr, blocks, K, WORDS: gl.constexpr, SCALES: gl.constexpr
 ):  # fmt: skip
-    """Write 32 rows of 128 widened values each to bfloat16 [N, K]."""
-    place = gl.program_id(0).to(gl.int64)  # unit by unit, block by block
+    """Dequantize 32 rows of 128 values to bfloat16 [N, K], without the tensor scale."""
+    place = gl.program_id(0).to(gl.int64)  # blocks of a unit are consecutive
     row = gl.arange(0, 16, gl.SliceLayout(1, WORDS))
     column = gl.arange(0, 32, gl.SliceLayout(0, WORDS))
     words = gl.load(codes_ptr + place * 512 + row[:, None] * 32 + column[None, :])
@@ -57,7 +57,7 @@ def widen_kernel(
     columns = gl.arange(0, 64, gl.SliceLayout(0, _STORED))
     corner = out_ptr + (place // blocks) * 32 * K + (place % blocks) * 128
     for i in gl.static_range(2):
-        # [w, g, t, q1, q0, h, p] to the order of rows and columns
+        # Permute [w, g, t, q1, q0, h, p] to rows and columns.
         values = gl.reshape(
             gl.permute(unpack_step(words[i], scales[i]), [0, 1, 3, 4, 5, 2, 6]), [32, 64]
         )
@@ -66,7 +66,7 @@ def widen_kernel(
 
 
 def widened_hopper(w: OrderedNVFP4) -> Tensor:
-    """Return a weight's widened values times `WIDENED_FACTOR`, bfloat16 [N, K]."""
+    """Return the values of a weight times `WIDENED_FACTOR`, bfloat16 [N, K]."""
     n, k = w.shape
     out = torch.empty(n, k, dtype=torch.bfloat16, device=w.codes.device)
     widen_kernel[(n // UNIT * (k // BLOCK),)](
@@ -107,7 +107,7 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: OrderedNVFP4) -> Tensor:
         for start, end, own in w.factor.ranges:
             part = torch.mm(rows[:, start:end], wide[start:end], out_dtype=torch.float32)
             sums.add_(part, alpha=own)
-            del part  # The next product takes its memory.
+            del part  # free its memory for the next product
         product.copy_(sums)
     return out
 
@@ -115,10 +115,10 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: OrderedNVFP4) -> Tensor:
 def _product_in_parts(
     x: Tensor, wide: Tensor, factor: float | Tensor, columns: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return X @ W^T times a factor, with the sums of one or more parts of K added in order."""
+    """Return X @ W^T times a factor, with the sums over parts of K added in order."""
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
-    # The sums of all of K may be those of a wide weight. Pieces are of like size: a rest of a few
-    # rows would be another product of cuBLAS, about whose order of sums nothing is known.
+    # Chunk rows to bound the float32 sums. Chunks have similar sizes: for a small remainder, cuBLAS
+    # might choose an algorithm with a different reduction order.
     pieces = cdiv(x.shape[0], ROWS_AT_ONCE if columns < x.shape[1] else SCALED_ROWS_AT_ONCE)
     for rows, product in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
         first, *others = zip(rows.split(columns, 1), wide.split(columns, 1), strict=True)
@@ -132,5 +132,5 @@ def _product_in_parts(
 def _scaled_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return bfloat16(float32(a @ b) * factor), rounded once."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
-    # What is added has the factor 0, and is not read.
+    # With beta = 0, `out` is not read.
     return torch.addmm(out, a, b, beta=0, alpha=factor, out=out)

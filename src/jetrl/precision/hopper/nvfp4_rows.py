@@ -1,18 +1,18 @@
-"""The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits per value are read.
+"""GEMM of few rows with an NVFP4 weight on Hopper: decode reads 4.5 bits per weight value.
 
-A program takes 32 or 64 rows of the weight over the whole of K, and all rows of X up to BLOCK_M. It
-computes the transpose of a tile of Y: the weight is the left operand, unpacked to BF16 in registers
-(`nvfp4_unpack`). Up to 16 rows the instruction is mma.sync, since a wgmma takes some 30 cycles
-however few its columns; beyond, wgmma.
+A program processes 32 or 64 rows of the weight over all of K, and up to BLOCK_M rows of X. It
+computes a transposed tile of Y: the weight is the left operand, unpacked to BF16 in registers
+(`nvfp4_unpack`). Up to 16 rows it uses mma.sync, since a wgmma takes about 30 cycles even for few
+columns; beyond that, wgmma.
 
-An element's sum goes along K in order, 16 products at a time, in one float32 accumulator per part
-of K. Parts are added in order and multiplied once by the matrix's scale, as cuBLAS does for many
-rows. Instruction, tile and side of an operand change no bit. A product waits some 33 cycles for the
-previous one in its chain, so up to 16 rows four warps make two parts in turn.
+Sums run along K in order, 16 products at a time, in one float32 accumulator per part of K. Parts
+are added in order and multiplied once by the tensor scale, as in cuBLAS for many rows. Instruction,
+tile shape and operand order change no bits. A product waits about 33 cycles for the previous one in
+its chain, so up to 16 rows, four warps alternate between two parts.
 
-Two more warps copy the weight and X into rings of ROUNDS stages of GROUP blocks of 128 along K; X
-past K is zeros. No kernel writes a frozen weight, so its first stages are requested before the
-previous kernel has ended. An adapter joins before the store, as in `gemm_rows`.
+Two more warps load the weight and X into rings of ROUNDS stages of GROUP blocks of 128 along K; X
+is zero past K. No kernel writes a frozen weight, so its first stages are loaded before the previous
+kernel has ended. An adapter is added in the epilogue, as in `gemm_rows`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -62,20 +62,20 @@ from jetrl.precision.triton.nvfp4_unpack import (
     unpack_step,
 )
 
-MOST_ROWS = 128  # of a program
-_REGISTERS = 65536  # of an SM
-_UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
+MOST_ROWS = 128  # rows of X per program
+_REGISTERS = 65536  # per SM
+_UNIT_BYTES = 2048 + 256  # codes and scales of 32 rows and 128 columns
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of a product into programs and stages.
+    """Tile sizes and pipeline stages of a GEMM.
 
     Attributes:
-        units: units of 32 rows of the weight that a program has: 1 or 2.
-        group: blocks of 128 along K of a stage: 1 or 2, or 4 if `together`.
-        together: whether the parts of K are made side by side; up to 16 rows of X.
-        sides: how many times so many units a program has, each by four warps; 1 if `together`.
+        units: units of 32 rows of the weight per four warps: 1 or 2.
+        group: blocks of 128 along K per stage: 1 or 2, or 4 if `together`.
+        together: whether the parts of K are computed concurrently; only up to 16 rows of X.
+        sides: groups of four warps, each with its own units; 1 if `together`.
     """
 
     units: int
@@ -86,26 +86,26 @@ class Tiles:
     sides: int = 1
 
     def rings(self, parts: int) -> int:
-        """Return how many rings of stages a program has."""
+        """Return the number of rings of stages per program."""
         return cdiv(parts, 2) if self.together else 1
 
     def chains(self, parts: int) -> int:
-        """Return how many parts of K a ring makes in turn."""
+        """Return the number of parts of K that a ring alternates between."""
         return min(parts, 2) if self.together else 1
 
     def block_rows(self, rows: int) -> int:
-        """Return the rows of X that a program has."""
+        """Return the rows of X per program."""
         return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
 
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
-    """Return the most bytes of shared memory that a program of a cut takes; rank 0: no adapter."""
+    """Return the maximum shared memory of a program, in bytes; rank 0 means no adapter."""
     stage, beside = _stage_and_beside(tiles, rows, parts, rank)
     return program_bytes(tiles.rounds, stage, beside)
 
 
 def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
-    """Return the bytes of a stage of all rings, and those of the sums and the adapter."""
+    """Return the bytes of a stage of all rings, and the bytes of the sums and the adapter."""
     rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
     stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * BARRIER
     sums = tiles.chains(parts) * 64 * block_m * 4 + BARRIER if rings > 1 else 0
@@ -114,21 +114,21 @@ def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[i
 
 
 def tiles_for(rows: int, n: int, parts: int) -> Tiles:
-    """Return the cut of a product of some rows of X with a weight of n rows."""
+    """Return the tiles for a number of rows of X and a weight with n rows."""
     return _with_stages_in(SHARED_MEMORY, _measured_cut(rows, n, parts), rows, parts, 0)
 
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
-    """Return a cut whose stages, at least 2, fit in the given bytes of shared memory."""
+    """Return tiles with as many stages as fit `room` bytes of shared memory, at least 2."""
     stage, beside = _stage_and_beside(tiles, rows, parts, rank)
     return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, beside, room))
 
 
 def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
-    """Return the cut that was fastest at the shapes of the models that were measured.
+    """Return the fastest tiles, as measured on the shapes of supported models.
 
-    If no SM has two programs, stages take more than half of the shared memory: or else two programs
-    were put on one SM, and others had none.
+    If there is at most one program per SM, stages take more than half of the shared memory.
+    Otherwise the GPU placed two programs on some SMs and none on others.
     """
     narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
@@ -151,14 +151,14 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
 
 
 def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
-    """Return the cut of a product to which an adapter's is added.
+    """Return the tiles for a GEMM with a fused adapter.
 
-    It leaves room on each SM for the tiles of u and B, and for a program of the product with A.
+    They leave room on each SM for the tiles of u and B, and for a program of the GEMM with A.
     """
     tiles = _measured_cut(rows, n, parts)
     threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
     programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
-    # Programs of an SM: no more than there are, nor than its registers are enough for.
+    # Programs per SM, limited by the number of programs and by registers.
     most = _REGISTERS // (threads * tiles.registers)
     programs = min(cdiv(programs, MULTIPROCESSORS), most)
     room = room_beside(SHARED_MEMORY, down_program_bytes(rows), programs)
@@ -172,13 +172,13 @@ def load_weight(
     w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS: gl.constexpr,
     CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warp that copies the weight: all stages of all rings, stage by stage."""
+    """Load the weight into all stages of all rings, as they become free (one warp)."""
     EACH: gl.constexpr = GROUP // CHAINS
     BYTES: gl.constexpr = UNITS * CHAINS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
     for stage in range(stages):
         for ring in gl.static_range(RINGS):
             slot = ring * ROUNDS + stage % ROUNDS
-            # All stages are free at first. The phase of a barrier flips each time round.
+            # All stages are free at first. The phase of a barrier flips each round.
             mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
             bar = arrived.index(slot)
             mbarrier.expect(bar, BYTES)
@@ -195,7 +195,7 @@ def load_rows(
     x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
     CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, SIGNALLED: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warp that copies X: all stages of all rings, a part of K at a time."""
+    """Load X into all stages of all rings, one part of K at a time (one warp)."""
     EACH: gl.constexpr = GROUP // CHAINS
     wait_for_rows(ready_ptr, SIGNALLED)
     gluon_let_next_start()
@@ -211,7 +211,7 @@ def load_rows(
                 gluon_names.tma_load(x_desc, [block * 2, m0, 0], bar, box)
 
 
-# Rows and columns of a tile of B: warps have 8 rows of each unit, lanes the places of mma.sync.
+# Layouts of a tile of B: each warp has 8 rows of each unit, with lanes as mma.sync needs them.
 _LANES, _WARPS = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
 _ONE_UNIT = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], _LANES, _WARPS, [], [32, 16]))
 _TWO_UNITS = gl.constexpr(
@@ -221,7 +221,7 @@ _TWO_UNITS = gl.constexpr(
 
 @gluon.jit
 def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
-    """Return a tile of B in the order of the product's rows, bfloat16 [64, 16]."""
+    """Load a tile of B with rows in the order of the accumulator, bfloat16 [64, 16]."""
     if UNITS == 2:
         rows = gl.reshape(b_smem.load(_TWO_UNITS), [2, 4, 8, 16])
         rows = gl.reshape(gl.permute(rows, [1, 0, 2, 3]), [64, 16])
@@ -237,8 +237,8 @@ def _added(
     u_smem, b_smem, side: gl.constexpr, layout: gl.constexpr, BLOCK_M: gl.constexpr,
     UNITS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Return the transpose of a tile of u B^T, float32 [64, BLOCK_M], one chain from zero."""
-    # mma.sync has the bits of wgmma, and its result lies where wgmma has the layer's product.
+    """Return a transposed tile of u B^T, float32 [64, BLOCK_M], accumulated from zero."""
+    # mma.sync gives the bits of wgmma, in the same accumulator layout.
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]
     )
@@ -255,16 +255,16 @@ def store_product(
     total, y_ptr, factor, m0, unit, M, N, first, u_smem, b_smem, beside, side: gl.constexpr,
     BLOCK_M: gl.constexpr, UNITS: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Store the product times the factor, with the adapter's product added.
+    """Store the sums times the factor, plus the adapter product.
 
     Args:
         total: float32 [64, BLOCK_M], the sums.
         y_ptr: [M, N], written; bfloat16 with an adapter.
-        factor: float32, or a pointer to float32 [N], the factors of rows of the weight.
-        unit: the first unit of 32 rows of the weight of these warps.
-        first: with RANK the first column of u for these rows, or -1 if nothing is added.
+        factor: float32, or a pointer to float32 [N] with one factor per row of the weight.
+        unit: first unit of 32 rows of the weight for these warps.
+        first: if RANK, first column of u for these rows, or -1 for no adapter.
     """
-    # Warps hold 8 rows of each unit. Columns past M are products of zeros.
+    # Each warp holds 8 rows of each unit. Columns past M are zeros.
     places = gl.arange(0, 64, gl.SliceLayout(1, mma))
     n = ((unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7))[:, None]
     m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
@@ -292,7 +292,7 @@ def _stage_words(
     w_smem, s_smem, first_tile, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Return the words of a stage: for each unit the words of all steps' codes, then scales."""
+    """Load the words of a stage: for each unit, code words of all steps, then scale words."""
     EACH: gl.constexpr = GROUP // CHAINS
     parts = ()
     for u in gl.static_range(UNITS):
@@ -309,31 +309,31 @@ def _stage_words(
 def _weight_operand(
     parts, step: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return a step of 64 along K of 64 rows of the weight, as the tensor core's left operand."""
+    """Return 64 rows of the weight, for a step of 64 along K, as a left tensor-core operand."""
     STEPS: gl.constexpr = 2 * GROUP
     lower = unpack_step(parts[step], parts[STEPS + step])
     if UNITS == 2:
         both = gl.join(lower, unpack_step(parts[2 * STEPS + step], parts[3 * STEPS + step]))
     else:
         both = gl.join(lower, gl.zeros_like(lower))
-    # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
+    # Permute [w, g, t, q1, q0, h, p, unit] to rows and columns.
     operand = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
     return gl.convert_layout(operand, layout, assert_trivial=True)
 
 
 @gluon.jit
 def _add_product(x_smem, weight, total, mma: gl.constexpr):
-    """Return total plus the product of a tile of X and a step of the weight, by mma.sync."""
+    """Return total plus the product of a step of the weight and a tile of X, by mma.sync."""
     return mma_v2(weight, x_smem.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2)), total)
 
 
 @gluon.jit
 def _leave(left, SYNC: gl.constexpr):
-    """Let a stage be copied over, once every warp has read it.
+    """Release a stage once all warps have read it.
 
-    A barrier does not keep a bulk copy behind ordinary reads of X that are still under way: without
-    the fence, products of 16 rows had wrong columns within a hundred forwards. wgmma has read X
-    when it has ended.
+    A barrier does not order a TMA load after ordinary loads of X that are still in flight: without
+    the fence, GEMMs of 16 rows had wrong columns within a hundred forwards. wgmma has read X by the
+    time that it completes.
     """
     if SYNC:
         fence_async_shared()
@@ -348,8 +348,8 @@ def _sum(
     GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M]."""
-    EACH: gl.constexpr = 2 * GROUP // CHAINS  # steps of a chain in a stage
+    """Return the sums of both chains of a ring, float32 [64, BLOCK_M] each."""
+    EACH: gl.constexpr = 2 * GROUP // CHAINS  # steps per chain and stage
     layout: gl.constexpr = gl.DotOperandLayout(0, parent=mma, k_width=2)
     SYNC: gl.constexpr = BLOCK_M <= 16
     gl.static_assert(SYNC or CHAINS == 1, "wgmma has one chain")
@@ -358,15 +358,15 @@ def _sum(
     second = total
     first_slot = ring * ROUNDS
     mbarrier.wait(arrived.index(first_slot), 0)
-    TILES: gl.constexpr = UNITS * CHAINS  # of a side
+    TILES: gl.constexpr = UNITS * CHAINS  # per side
     first_tile = (first_slot * SIDES + side) * TILES
     parts = _stage_words(w_smem, s_smem, first_tile, CHAINS, UNITS, GROUP, WORDS, SCALES)
     first = _weight_operand(parts, 0, UNITS, GROUP, layout)
     for stage in range(stages):
         slot = first_slot + stage % ROUNDS
-        # Each step is unpacked while the one before multiplies, and the first step of the next
-        # stage while the last one of this does. (An accumulator in flight across the loop's back
-        # edge would make the assembler serialize every wgmma.)
+        # Unpack each step while the previous one multiplies, and the first step of the next stage
+        # while the last step of this stage does. (An accumulator in flight across the back edge of
+        # the loop would make ptxas serialize every wgmma.)
         for step in gl.static_range(EACH):
             for chain in gl.static_range(CHAINS):
                 weight = first
@@ -390,12 +390,12 @@ def _sum(
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
             _leave(left.index(slot), SYNC)
-        if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
+        if PARTS > 1:  # noqa: SIM102 (a compile-time condition)
             if (stage + 1) % part_stages == 0:
-                second += total  # of the parts before
+                second += total  # sum of finished parts
                 total = gl.zeros([64, BLOCK_M], gl.float32, mma)
     if PARTS > 1:
-        total = second + total  # of the last part, or zeros
+        total = second + total  # add the last part, or zeros
     return total, second
 
 
@@ -408,8 +408,8 @@ def _work(
     GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Run one warp group's share: multiply for a ring or a side, or copy operands."""
-    COPIES: gl.constexpr = RINGS * SIDES  # the first place behind the warps that multiply
+    """Run the role of one warp partition: multiply for a ring or side, or load operands."""
+    COPIES: gl.constexpr = RINGS * SIDES  # index of the first loading warp
     if place == COPIES + 2:
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
                     SIDES, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
@@ -422,7 +422,7 @@ def _work(
     else:
         mine = unit + place % SIDES * UNITS
         first = 0
-        if RANK > 0:  # here, since memory is far away
+        if RANK > 0:  # load early, to hide the latency
             first = gl.load(columns_ptr + gl.minimum(mine * 32, N - 1) // 64)
         total, second = _sum(
             x_smem, w_smem, s_smem, arrived, left, place // SIDES, place % SIDES, stages,
@@ -453,16 +453,16 @@ def nvfp4_rows_kernel(
     RANK: gl.constexpr, SIGNALLED: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_M rows of X by SIDES * UNITS * 32 rows of the weight, over the whole of K.
+    """Multiply BLOCK_M rows of X by SIDES * UNITS * 32 rows of the weight, over all of K.
 
     Args:
         x_desc: bfloat16 [K / 64, M, 64], X, boxes of [2 * GROUP / CHAINS, BLOCK_M, 64].
-        w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
-        s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
-        y_ptr: bfloat16, or without an adapter float32, [M, N], written.
-        PB: blocks of a part of K but the last, a multiple of 2 if there are several.
-        early: 1 if the adapter's B may be read before the previous kernel has ended.
-        SIGNALLED: whether a word at `ready_ptr` says when X can be read (`adapter.wait_for_rows`).
+        w_desc: int32 weight codes, boxes of [GROUP / CHAINS * 16, 32].
+        s_desc: int32 weight scales, boxes of [GROUP / CHAINS, 64].
+        y_ptr: bfloat16 (or float32 without an adapter) [M, N], written.
+        PB: blocks per part of K except the last, a multiple of 2 if there are several.
+        early: 1 to read B of the adapter before the previous kernel has ended.
+        SIGNALLED: whether a flag at `ready_ptr` tells when X is ready (`adapter.wait_for_rows`).
     """
     SYNC: gl.constexpr = BLOCK_M <= 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -471,7 +471,7 @@ def nvfp4_rows_kernel(
         instr_shape=[16, 8] if SYNC else [16, BLOCK_M, 16],
     )
     flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
-    # Programs that share a part of the weight follow each other.
+    # Consecutive programs share rows of the weight.
     row_blocks = (M + BLOCK_M - 1) // BLOCK_M
     m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
     unit = (gl.program_id(0) // row_blocks) * (SIDES * UNITS)
@@ -490,8 +490,8 @@ def nvfp4_rows_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=2)
         mbarrier.init(left.index(i), count=SIDES)
-    # A barrier that nothing waited for would lie where a tile of B goes, and its first words were
-    # seen to arrive behind that tile's. So what is not used is named and not there.
+    # Do not allocate unused barriers: one that nothing waited for shared memory with a tile of B,
+    # and its initialization was seen to overwrite that tile. Use placeholders instead.
     done = arrived
     sums_smem = s_smem
     if RINGS > 1:
@@ -507,10 +507,10 @@ def nvfp4_rows_kernel(
         b_smem = gl.allocate_shared_memory(gl.bfloat16, [COUNT, UNITS * 32, 16], b_desc.layout)
         beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(beside.index(0), count=1)
-    # Of a ring; of parts that are made side by side, the last may end earlier: zeros follow.
+    # Blocks per ring. If parts are computed concurrently, the last may be shorter: zeros follow.
     blocks = KB if RINGS * CHAINS == 1 else PB * CHAINS
     stages = (blocks + GROUP - 1) // GROUP
-    # The first four warps, those of the other rings or sides, and those that copy.
+    # The first four warps, those of the other rings or sides, and the loading warps.
     gl.warp_specialize(
         [
             (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, copied_x, w_smem, s_smem,
@@ -532,14 +532,14 @@ def nvfp4_rows_matmul(
     tiles: Tiles | None = None,
     adapter: AdapterOperands | None = None,
 ) -> Tensor:
-    """Return X @ W^T, out_dtype [M, N], reading the weight once for each 128 rows of X.
+    """Return X @ W^T, out_dtype [M, N], reading the weight once per 128 rows of X.
 
     Args:
         x: bfloat16 [M, K], contiguous.
         out_dtype: bfloat16 or float32; bfloat16 with an adapter.
-        tiles: A cut to measure.
-        adapter: The adapter whose product is added; the kernel directly in front makes its u.
-            Captured in a graph, neither may directly follow what writes A or B.
+        tiles: tile sizes to benchmark; None picks the fastest.
+        adapter: adapter to add; the kernel directly before this one must compute its u. In a
+            captured graph, neither kernel may directly follow one that writes A or B.
     """
     rows, k = x.shape
     n = w.shape[0]
@@ -553,14 +553,14 @@ def nvfp4_rows_matmul(
     block_m, rings, chains = tiles.block_rows(rows), tiles.rings(parts), tiles.chains(parts)
     each, blocks = tiles.group // chains, w.codes.shape[0] // 16
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
-    # A kernel takes no None: without an adapter other tensors stand for its operands.
+    # A kernel cannot take None: without an adapter, other tensors are placeholders.
     u, up, first_columns, ready = codes, codes, out, None
     if adapter is not None:
         u, up = adapter.descriptors(block_m, UNIT * tiles.units)
         first_columns, ready = adapter.columns, adapter.ready
     factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor
     copies = 2 if adapter is None else 3  # warps
-    others = rings * tiles.sides - 1  # groups of four warps behind the first
+    others = rings * tiles.sides - 1  # groups of four warps after the first
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units * tiles.sides),)
     nvfp4_rows_kernel[grid](
         TensorDescriptor(

@@ -1,6 +1,6 @@
-"""The table of Hopper's kernels: an `Arithmetic` (`precision.backend`), one name for each."""
+"""Kernel table of the Hopper backend: the names that `precision.backend.Arithmetic` declares."""
 
-# ruff: noqa: F401  (names for the protocol)
+# ruff: noqa: F401  (re-exports for the protocol)
 
 from __future__ import annotations
 

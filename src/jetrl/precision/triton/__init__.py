@@ -1,1 +1,1 @@
-"""The GPU forms of quantizer, products and gradient sum that need no Hopper."""
+"""GPU kernels for quantization, GEMMs and gradient sums that do not need Hopper."""

@@ -1,6 +1,6 @@
-"""The addition of products to an FP32 gradient on Hopper, in one pass of memory.
+"""Accumulation of GEMM results into an FP32 gradient, in one pass over memory.
 
-torch's own kernels for two dtypes (`add_` of BF16 to FP32) do not reach the memory's speed.
+torch's mixed-dtype kernels (`add_` of BF16 to FP32) do not reach memory bandwidth.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from jetrl.precision.triton.layout import cdiv
 
-_BLOCK = 4096  # elements of a program: 16 per thread
+_BLOCK = 4096  # elements per program: 16 per thread
 
 
 @triton.jit
 def _add_kernel(
     products_ptr, total_ptr, size, ADD: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the sum of the products, in order and with ADD on top of total, to BLOCK elements."""
-    # What the GEMM wrote last is still in the L2 cache: from the end back.
+    """Write the sum of the products, in order, for BLOCK elements; if ADD, add it to total."""
+    # Start from the end: what the GEMM wrote last is still in L2.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
@@ -37,12 +37,12 @@ def _add_kernel(
 
 
 def add_products(products: Tensor, total: Tensor | None, begun: bool = True) -> Tensor:
-    """Return total + products[0] + products[1] + ..., in place, each sum rounded to float32.
+    """Return total + products[0] + products[1] + ..., in place, rounding each sum to float32.
 
     Args:
         products: bfloat16 or float32 [P, N, K] contiguous.
-        total: float32 [N, K] contiguous; None: a new one is made.
-        begun: whether total has values; if not, the sum begins with products[0].
+        total: float32 [N, K] contiguous; None allocates a new tensor.
+        begun: whether total is initialized; if not, the sum starts from products[0].
     """
     add = begun and total is not None
     if total is None:

@@ -1,4 +1,4 @@
-"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS, with its order of sums pinned."""
+"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS with a fixed reduction order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jetrl.precision.triton.layout import padded_rows, placed
 
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`precision.gemm.bf16_matmul`, exact: without split K, rows padded to 64."""
-    # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
+    """`precision.gemm.bf16_matmul` with batch-invariant bits: no split K, at least 64 rows."""
+    # For few rows cuBLAS would pick other kernels with different bits, so pad to 64 rows.
     rows, columns = a.shape
     padded = placed(a, (padded_rows(rows), columns), (columns, 1))
     with pinned_bf16_reductions():
@@ -24,7 +24,7 @@ def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -
 
 
 def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b^T by the library's fastest algorithm: for plans that promise no bits.
+    """Return a @ b^T by the fastest cuBLAS algorithm, for plans that are not bitwise consistent.
 
     Args:
         a: bfloat16 [M, K].
@@ -38,16 +38,16 @@ def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat
 
 @contextlib.contextmanager
 def pinned_bf16_reductions() -> Iterator[None]:
-    """Forbid cuBLAS, within the context, to split K or to reduce in BF16.
+    """Disable split K and BF16 reductions of cuBLAS within the context.
 
-    A row's bits would depend on the number of rows. Elsewhere the ban would cost speed.
+    Both make the bits of a row depend on the number of rows; elsewhere they are faster.
     """
     _silence_torch_once()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     before = library()
     split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
     reductions = (matmul.allow_bf16_reduced_precision_reduction, split_k)
-    library("cublaslt")  # the only one that can forbid it
+    library("cublaslt")  # the only backend that supports these switches
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     try:
         yield
@@ -58,9 +58,9 @@ def pinned_bf16_reductions() -> Iterator[None]:
 
 @functools.cache
 def _silence_torch_once() -> None:
-    """Use torch's switch of libraries once where the warning at its first use can be silenced.
+    """Switch the BLAS library once, to silence the warning that torch prints at the first switch.
 
-    Only within an operation of autograd does the warning pass Python's filters.
+    The warning passes through Python's filters only inside an autograd operation.
     """
 
     class Switch(torch.autograd.Function):

@@ -1,9 +1,9 @@
-"""Names for functions of Gluon that Triton 3.6 to 3.9 (torch 2.11 to 2.15) name differently.
+"""Common names for Gluon functions whose names differ across Triton 3.6 to 3.9 (torch 2.11-2.15).
 
-barrier       of the warps of a program
-tma_load      starts a copy of a tile to shared memory by the tensor memory accelerator
+barrier       synchronizes the warps of a program
+tma_load      starts a TMA copy of a tile to shared memory
 async_load    starts a copy of elements to shared memory by the threads (cp.async)
-reinterpret   shared memory as elements of another type and order, from its first byte on
+reinterpret   views shared memory as another type and layout
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,7 +25,7 @@ _NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Return shared memory as another type, shape and layout of the same size."""
+    """Return a view of shared memory with another type, shape and layout."""
     if _NAMED:
         seen = memory.reinterpret(dtype, shape, layout)
     else:

@@ -1,8 +1,8 @@
-"""`precision.int8` in Triton: quantizing and turning at the speed of memory, and the product.
+"""`precision.int8` in Triton: memory-bound quantization and transposition, and the GEMM.
 
-Eight lanes hold the 64 values of a row's rotation, so that loads are whole lines; along tokens one
-thread holds them. The sums of the product are integers, so tiles and the split of K are chosen by
-speed only.
+Along rows, eight lanes hold the 64 values of a Hadamard rotation, so that loads are coalesced;
+along tokens, one thread holds them. The GEMM accumulates in integers, so tiles and the K split
+change no bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,13 +37,13 @@ from jetrl.precision.triton.launch import (
 from jetrl.precision.triton.layout import cdiv, empty_int8_operand, empty_weight, is_ragged
 
 _TOP = gl.constexpr(FORMATS[INT8_CODES][1])
-_PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
+_PANEL, _PROGRAMS = 128, 4  # columns per tile of 64 tokens, and programs per SM
 _OPTIONS = {"enable_fp_fusion": False}
 
 
 @gluon.jit
 def rotated(x):
-    """Return float32 [R, 64] rotated along its last dimension, which lies in one thread."""
+    """Return float32 [R, 64] Hadamard-rotated along the last dimension, held by one thread."""
     for _ in gl.static_range(6):
         even, odd = gl.split(gl.reshape(x, [x.shape[0], 32, 2]))
         joined = gl.permute(gl.join(even + odd, even - odd), [0, 2, 1])
@@ -52,19 +52,19 @@ def rotated(x):
 
 
 def row_warps(k: int, most: int = 8) -> int:
-    """Return the warps of a program that quantizes a row, in parts of 256 columns per warp."""
+    """Return the number of warps that quantize a row, which process 256 columns each at a time."""
     return min(most, max(1, triton.next_power_of_2(k) // 256))
 
 
 @gluon.constexpr_function
 def part_layout(num_warps):
-    """Return the layout of a part of a row: lines of 16 bytes per lane in BF16."""
+    """Return the layout of a part of a row: 8 values per lane, 16 bytes in BF16."""
     return gl.BlockedLayout([8], [32], [num_warps], [0])
 
 
 @gluon.jit
 def rotated_part(x):
-    """Return float32 [W] in `part_layout`, rotated: within threads, then between eight lanes."""
+    """Return float32 [W] in `part_layout`, rotated within threads, then across eight lanes."""
     LAYOUT: gl.constexpr = part_layout(gl.num_warps())
     for _ in gl.static_range(3):
         even, odd = gl.split(gl.reshape(x, [x.shape[0] // 8, 4, 2]))
@@ -72,7 +72,7 @@ def rotated_part(x):
     x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
     columns = gl.arange(0, x.shape[0], LAYOUT)
     for stage in gl.static_range(3):
-        # The lane of a pair's second value takes the difference: the other's minus its own.
+        # The lane with the second value of a pair computes the difference: the other minus its own.
         sign = ((columns >> (3 + stage)) & 1) << 31
         distance = gl.full([x.shape[0]], 1 << stage, gl.int32, LAYOUT)
         x = gl.inline_asm_elementwise(
@@ -85,7 +85,7 @@ def rotated_part(x):
 
 @gluon.jit
 def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.constexpr):
-    """Quantize the rotated parts of a row, float32 in `part_layout` with zeros past K."""
+    """Quantize and store the rotated parts of a row, float32 in `part_layout`, zeros past K."""
     WIDTH: gl.constexpr = parts[0].shape[0]
     PARTS: gl.constexpr = (K + WIDTH - 1) // WIDTH
     amax = gl.abs(parts[0])
@@ -105,7 +105,7 @@ def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.cons
 def _rows_kernel(
     x_ptr, codes_ptr, scales_ptr, row_stride, K: gl.constexpr, FLOOR: gl.constexpr
 ):  # fmt: skip
-    """Quantize a row (`row_warps`)."""
+    """Quantize one row."""
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     row = gl.program_id(0)
     columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
@@ -121,7 +121,7 @@ def _rows_kernel(
 
 @gluon.jit
 def _tile(x_ptr, block, first_column, num_rows, num_columns, row_stride, COLUMNS: gl.constexpr):
-    """Return 64 tokens of some columns, rotated along tokens, float32, in a thread's registers."""
+    """Load 64 tokens of COLUMNS columns, and rotate them along tokens; float32 [64, COLUMNS]."""
     LANES: gl.constexpr = COLUMNS // 8 if COLUMNS < 64 else 8
     LOADED: gl.constexpr = gl.BlockedLayout(
         [1, 8],
@@ -140,14 +140,14 @@ def _tile(x_ptr, block, first_column, num_rows, num_columns, row_stride, COLUMNS
 
 @gluon.jit
 def _along_tokens(x, ALONG: gl.constexpr):
-    """Return float32 [64, C] rotated along its first dimension, which lies in one thread."""
+    """Return float32 [64, C] rotated along the first dimension, held by one thread."""
     x = gl.permute(rotated(gl.permute(x, [1, 0])), [1, 0])
     return gl.convert_layout(x, ALONG, assert_trivial=True)
 
 
 @gluon.jit
 def _bits(x):
-    """Return the bits of |x|, which are ordered like |x|, NaN above Inf."""
+    """Return the int32 bits of |x|, which order like |x|, with NaN above Inf."""
     return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -156,11 +156,11 @@ def _tokens_kernel(
     x_ptr, maxima_ptr, arrived_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride,
     blocks, COLUMNS: gl.constexpr, PASS: gl.constexpr, FLOOR: gl.constexpr,
 ):  # fmt: skip
-    """Quantize columns along their tokens, turned: [num_columns, blocks * 64].
+    """Quantize each column over all tokens, and store transposed: [num_columns, blocks * 64].
 
-    A scale needs the maximum over all tokens. PASS 1 takes the maxima of tiles, and 2 quantizes by
-    them. PASS 0 does both: a program keeps its tile until the others of its columns have
-    arrived. For that all programs of some columns must run at once: no more blocks than programs.
+    A scale needs the maximum over all tokens. PASS 1 computes the maxima, and PASS 2 quantizes.
+    PASS 0 does both: a program keeps its tile until the other tiles of its columns have added their
+    maxima, so all programs of a panel must run concurrently (blocks <= programs).
     """
     ALONG: gl.constexpr = gl.BlockedLayout([64, 1], [1, 32], [1, gl.num_warps()], [0, 1])
     STORED: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, gl.num_warps()], [0, 1])
@@ -197,7 +197,7 @@ _ALONG_COLUMN = gl.constexpr(gl.BlockedLayout([64, 1], [1, 32], [1, 8], [0, 1]))
 
 @gluon.jit
 def _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns):
-    """Return a tile of a weight's values, rotated back along its row and along its columns."""
+    """Load a tile of a weight, dequantized, rotated back along rows and rotated along columns."""
     rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_ROW))
     columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_ROW))
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -241,7 +241,7 @@ def _squares_kernel(
     turned_scale_stride, column_blocks, RAGGED: gl.constexpr, MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of a weight's values as one E4M3 group of 128 x 128, turned for DGrad."""
+    """Requantize a tile of an INT8 weight as one 128 x 128 E4M3 group, transposed for DGrad."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0])
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     rows = block * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
@@ -327,7 +327,7 @@ def _product_kernel(
     a, b, a_scales, b_scales, out, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a [M, K] by b [N, K] transposed, exact in int32, then scaled."""
+    """Compute a @ b^T for a [M, K] and b [N, K], exactly in int32, then scale."""
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     for item in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         first = item // (8 * across) * 8
@@ -339,7 +339,7 @@ def _product_kernel(
             sums = tl.dot(a.load([m, k]), b.load([n, k]).T, sums, out_dtype=tl.int32)
         rows = m + tl.arange(0, ROWS)
         s = tl.load(a_scales + rows, mask=rows < M)[:, None]
-        # The tile is written in halves, which leaves room for a fourth stage.
+        # Write the tile in halves, which leaves shared memory for a fourth stage.
         HALF: tl.constexpr = COLUMNS // 2
         halves = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):
@@ -350,9 +350,9 @@ def _product_kernel(
 
 
 def tiles_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`precision.int8.int8_matmul`, by tiles of 128 rows."""
+    """`precision.int8.int8_matmul` with tiles of 128 rows."""
     (rows, k), columns = a.shape, b.shape[0]
-    # Results in float32 leave room for half of the columns.
+    # A float32 output tile leaves room for only half of the columns.
     height, width = 128, 256 if out_dtype == torch.bfloat16 else 128
     programs = multiprocessors(a.codes.device)
     out = torch.empty(rows, columns, dtype=out_dtype, device=a.codes.device)

@@ -1,19 +1,19 @@
-"""FP8 and INT8 operands in memory as the GEMMs read them: allocation only, no kernel.
+"""Memory layouts of FP8 and INT8 GEMM operands; allocation only, no kernels.
 
-A `QTensor` says what its numbers are; these functions give it the strides and the padding that
-cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
+These functions allocate a `QTensor` with the strides and padding that cuBLAS
+(`torch.nn.functional.scaled_mm`) and DeepGEMM require, so that no GEMM needs a copy:
 
 | operand | codes | scales |
 | --- | --- | --- |
 | rows, 1 x 128 | [M, K'], row-major, for `padded_rows(M)` | [M, K'/128], stride (1, padded) |
-| tokens, 128 x 1 | [T', N], stored as [N, T'], T' = T up to 128s, then zeros | [T'/128, N] |
+| tokens, 128 x 1 | [T', N], stored as [N, T'], zeros past T | [T'/128, N] |
 | X of WGrad, 128 x 128 | [T', K], stored as [K, T'] | [T'/128, K/128], stored as [K/128, T'/128] |
 | weight, 128 x 128 | [N', K'], row-major | [N'/128, K'/128], stride (ceil4(K'/128), 1) |
 
-A GEMM reads whole groups: N' and K' are N and K up to 128s. The codes past a short last group are
-zeros, of which a `QTensor` shows nothing but the stride.
-Padding rows are never read back: a row of a GEMM depends on that row of the left operand only.
-Weights' scales are padded for cuBLAS; X's, whose T' is of any size, lie as DeepGEMM reads them.
+A GEMM reads whole groups: T', N' and K' are rounded up to multiples of 128. The codes past a short
+last group are zeros, visible in a `QTensor` only through its stride. The results of padding rows
+are never read: a row of a GEMM depends only on that row of the left operand. Scales of weights are
+padded for cuBLAS; those of X in WGrad have the layout of DeepGEMM.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 
 from jetrl.precision.quantize import FP8_BLOCK, QTensor, empty_int8_rows
 
-# cuBLAS cuts K into parts (another order of sums) for some shapes of fewer rows; 64 cost nothing,
-# since the tensor core's tile has 64 rows anyway.
+# cuBLAS splits K (a different reduction order) for some shapes with fewer rows. Padding to 64 is
+# free, since the tensor-core tile has 64 rows anyway.
 MIN_ROWS = 64
-FEW_ROWS = 256  # of an INT8 product that is memory-bound
+FEW_ROWS = 256  # up to this many rows, an INT8 GEMM is memory-bound
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows that a GEMM of `rows` rows is launched with.
+    """Return the number of rows that a GEMM with `rows` rows is launched with.
 
-    Few rows make whole tiles, since a bulk copy past the end of an array is slow; more are a
-    multiple of 4, which cuBLAS demands.
+    Few rows are padded to whole tiles, since TMA loads past the end of an array are slow; more are
+    padded to a multiple of 4, which cuBLAS requires.
     """
     if rows <= MIN_ROWS:
         return MIN_ROWS
@@ -42,7 +42,7 @@ def padded_rows(rows: int) -> int:
 
 
 def cdiv(value: int, size: int) -> int:
-    """Return the number of groups of `size` that hold `value`; faster than `triton.cdiv`."""
+    """Return ceil(value / size); faster than `triton.cdiv`."""
     return -(-value // size)
 
 
@@ -51,21 +51,21 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def is_ragged(columns: int) -> bool:
-    """Return whether the last group along some columns has fewer than 128 values."""
+    """Return whether the last group of 128 columns is incomplete."""
     return columns % FP8_BLOCK != 0
 
 
 def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return x[:rows] without a slice if x has no more rows."""
+    """Return x[:rows], or x itself if it has exactly `rows` rows."""
     return x if x.shape[0] == rows else x[:rows]
 
 
 def placed(
     x: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int], zeros: bool = False
 ) -> torch.Tensor:
-    """Return x [M, N] in a larger shape with some strides, copied if it does not lie so.
+    """Return x [M, N] with a larger shape and the given strides, copied only if necessary.
 
-    The bytes that follow in x's own storage serve as padding: no row depends on another.
+    Without a copy, the padding is whatever follows x in its storage: no row depends on another.
     """
     if x.shape == shape and x.stride() == strides:
         return x
@@ -84,7 +84,7 @@ def placed(
 
 
 def whole_groups(codes: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return codes [M, K] as some rows of K up to 128s, as they lie or copied in front of zeros."""
+    """Return codes [M, K] padded to `rows` and whole groups of 128 columns, copied if necessary."""
     width = round_up(codes.shape[1], FP8_BLOCK)
     return placed(codes, (rows, width), (width, 1), zeros=is_ragged(codes.shape[1]))
 
@@ -92,7 +92,7 @@ def whole_groups(codes: torch.Tensor, rows: int) -> torch.Tensor:
 def empty_row_groups(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 1 x 128 groups: the left operand of FProp and DGrad."""
+    """Return uninitialized 1 x 128 groups: the left operand of FProp and DGrad."""
     padded = padded_rows(rows)
     blocks = cdiv(columns, FP8_BLOCK)
     codes = torch.empty(padded, blocks * FP8_BLOCK, dtype=dtype, device=device)
@@ -104,9 +104,9 @@ def empty_row_groups(
 def empty_token_groups(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns].
+    """Return uninitialized 128 x 1 groups of [tokens rounded up to a multiple of 128, columns].
 
-    They are dY as WGrad reads it, whose `.mT` is [columns, tokens] with tokens contiguous.
+    This is the layout of dY in WGrad: `.mT` is [columns, tokens] with tokens contiguous.
     """
     padded = round_up(tokens, FP8_BLOCK)
     codes = torch.empty(columns, padded, dtype=dtype, device=device)
@@ -117,9 +117,9 @@ def empty_token_groups(
 def empty_turned_squares(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns].
+    """Return uninitialized 128 x 128 groups of [tokens rounded up to a multiple of 128, columns].
 
-    They are X as WGrad reads it, with tokens contiguous.
+    This is the layout of X in WGrad, with tokens contiguous.
     """
     blocks = cdiv(tokens, FP8_BLOCK)
     codes = torch.empty(columns, blocks * FP8_BLOCK, dtype=dtype, device=device)
@@ -130,7 +130,7 @@ def empty_turned_squares(
 def empty_weight(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 128 x 128 groups of a weight, the padding of codes and scales zero."""
+    """Return uninitialized 128 x 128 groups of a weight; padding of codes and scales is zero."""
     lines, blocks = cdiv(rows, FP8_BLOCK), cdiv(columns, FP8_BLOCK)
     padded = round_up(blocks, 4)
     make = torch.zeros if padded > blocks else torch.empty
@@ -141,7 +141,7 @@ def empty_weight(
 
 
 def empty_int8_operand(rows: int, k: int, device: torch.device) -> QTensor:
-    """Return uninitialized INT8 rows; few have storage for whole boxes, which copy faster."""
+    """Return uninitialized INT8 rows; few rows are padded to whole TMA boxes, which load faster."""
     boxes = round_up(rows, MIN_ROWS if rows <= MIN_ROWS else 2 * MIN_ROWS)
     q = empty_int8_rows(boxes if rows <= FEW_ROWS else rows, k, device)
     return replace(q, codes=first_rows(q.codes, rows), scales=first_rows(q.scales, rows))

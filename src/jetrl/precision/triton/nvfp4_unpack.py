@@ -1,11 +1,10 @@
-"""NVFP4 codes to BF16 in registers: what the kernels that read NVFP4 weights share.
+"""Conversion of NVFP4 codes to BF16 in registers, shared by kernels that read NVFP4 weights.
 
-The order of codes and scales in memory, and why so few instructions unpack them, is in
-`precision.nvfp4`. A thread makes eight BF16 values of a word of codes with eleven integer
-instructions and four multiplications of pairs.
+`precision.nvfp4` explains the memory order of codes and scales, which keeps unpacking cheap: eight
+BF16 values of one word of codes take eleven integer instructions and four packed multiplications.
 
-Legend of dimensions, as there: w warps, g and t lanes; q groups of 16 along K (q2, q1, q0 its bits
-in a block of 128), h halves of a group, p halves of a register.
+Dimensions, as there: w warps; g and t lanes; q groups of 16 along K (bits q2, q1, q0 in a block of
+128); h halves of a group; p halves of a register.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +17,8 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision.nvfp4 import SCALE_OFFSET
 
-# Of a word's halves: the bits of a BF16 that a code has, and the pieces of the fourth code.
+# Per half word: mask the sign, exponent and mantissa bits of three codes in place, and assemble the
+# fourth from pieces.
 _WORD = (
     "{ .reg .b32 a, b, c, d, e, f;"
     " and.b32 a, $4, 0x81c081c0;"
@@ -31,7 +31,7 @@ _WORD = (
     " mul.rn.bf16x2 $2, c, $16; mul.rn.bf16x2 $3, d, $16; }"
 )
 _OFFSETS = SCALE_OFFSET << 16 | SCALE_OFFSET
-# The four scales of a word, each as a pair of equal BF16.
+# Expand the four scales of a word into pairs of equal BF16.
 _SCALES = (
     "{ .reg .b32 z; mov.b32 z, 0;"
     + "".join(f" prmt.b32 ${q}, $4, z, 0x4{q}4{q};" for q in range(4))
@@ -44,7 +44,7 @@ _WORD_REGISTERS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 16))
 _SCALE_REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r")
 _FOUR = gl.constexpr((gl.int32, gl.int32, gl.int32, gl.int32))
 
-# Values of a step of 64 along K, [w, g, t, q1, q0, h, p].
+# Layout of the values of a step of 64 along K, [w, g, t, q1, q0, h, p].
 _P, _H, _Q0, _Q1 = [0] * 6 + [1], [0] * 5 + [1, 0], [0] * 4 + [1, 0, 0], [0] * 3 + [1, 0, 0, 0]
 _T = [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
 _G = [[0, 1, 0, 0, 0, 0, 0], [0, 2, 0, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0, 0]]
@@ -52,12 +52,12 @@ _W = [[1, 0, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0]]
 VALUES = gl.constexpr(
     gl.DistributedLinearLayout([_P, _H, _Q0, _Q1], _T + _G, _W, [], [4, 8, 4, 2, 2, 2, 2])
 )
-# Words of the codes of a block of a unit, [16, 32]; of its scales, [64].
+# Layouts of the code words of one block of a unit, [16, 32], and of its scale words, [64].
 _CODE_LANES, _CODE_WARPS = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]]
 CODE_WORDS = gl.DistributedLinearLayout([[0, 1], [0, 2]], _CODE_LANES, _CODE_WARPS, [], [16, 32])
 _SCALE_LANES, _SCALE_WARPS = [[0], [0], [2], [4], [8]], [[16], [32]]
 SCALE_WORDS = gl.DistributedLinearLayout([[1]], _SCALE_LANES, _SCALE_WARPS, [], [64])
-SCALE_LINE = gl.DistributedLinearLayout(  # the same as a line, [1, 64]
+SCALE_LINE = gl.DistributedLinearLayout(  # the same as a row, [1, 64]
     [[0, 1]], [[0, *lane] for lane in _SCALE_LANES], [[0, *warp] for warp in _SCALE_WARPS], [],
     [1, 64],
 )  # fmt: skip
@@ -65,11 +65,11 @@ SCALE_LINE = gl.DistributedLinearLayout(  # the same as a line, [1, 64]
 
 @gluon.jit
 def unpack_step(words, scales):
-    """Return the widened values of a step of 64 along K, bfloat16 [w, g, t, q1, q0, h, p].
+    """Return the BF16 values of a step of 64 along K, [w, g, t, q1, q0, h, p].
 
     Args:
-        words: int32 [w, g, t, q1], of codes.
-        scales: int32 [w, g], of scales.
+        words: int32 [w, g, t, q1], code words.
+        scales: int32 [w, g], scale words.
     """
     spread_words: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, VALUES)))
     spread_scales: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(5, gl.SliceLayout(6, VALUES)))
@@ -90,11 +90,11 @@ def unpack_step(words, scales):
 
 @gluon.jit
 def step_words(words):
-    """Return the words of codes of each step of 64 along K, int32 [w, g, t, q1] each."""
+    """Return the code words of both steps of 64 along K, int32 [w, g, t, q1] each."""
     return gl.split(gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3]))
 
 
 @gluon.jit
 def step_scales(scales):
-    """Return the words of scales of each step of 64 along K, int32 [w, g] each."""
+    """Return the scale words of both steps of 64 along K, int32 [w, g] each."""
     return gl.split(gl.reshape(scales, [4, 8, 2]))

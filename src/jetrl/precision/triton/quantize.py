@@ -1,10 +1,10 @@
-"""`precision.quantize` on Hopper, at the speed of memory.
+"""`precision.quantize` in Triton, at memory bandwidth.
 
-A program has a tile of 128 columns, except if a weight becomes BF16. The fused norm and SwiGLU
-kernels share the device functions of rows; those of a whole tile are in `triton.tile`. `/` is not
-IEEE division in Triton, hence `div_rn`. The maximum is taken on the bits of |x| as integers, which
-orders NaN above Inf above every number, so a non-finite value makes its group's scale non-finite
-and its own code NaN.
+A program processes a tile of 128 columns, except for rounding to BF16. The fused norm and SwiGLU
+kernels share the per-row device functions; those for a whole tile are in `triton.tile`. `/` is not
+IEEE division in Triton, hence `div_rn`. Maxima compare the bits of |x| as integers, which orders
+NaN above Inf above all finite numbers. So a non-finite value makes the scale of its group
+non-finite and its own code NaN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,21 +38,21 @@ from jetrl.precision.triton.layout import (
 from jetrl.settings.presets import DEFAULT_SCALES
 
 FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
-# Two programs of a tile share an SM with at most 128 registers per thread.
+# With at most 128 registers per thread, two tile programs fit on an SM.
 TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 _FEW_ROWS = 256
-_DITHERED = 4096  # elements of a program: 16 per thread
+_DITHERED = 4096  # elements per program: 16 per thread
 
 
 @triton.jit
 def abs_bits(x):
-    """Return the int32 bits of |x|, which are ordered like |x|, with NaN above Inf."""
+    """Return the int32 bits of |x|, which order like |x|, with NaN above Inf."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def round_to_bfloat16(x):
-    """Return float32 x rounded to bfloat16, as float32: two elements in three instructions."""
+    """Return x rounded to bfloat16, as float32; takes three instructions per two elements."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
         "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
@@ -63,19 +63,19 @@ def round_to_bfloat16(x):
 def scale_and_multiplier(
     amax_bits, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr
 ):
-    """Return the stored scales and the multipliers, float32 (`precision.quantize`).
+    """Return scales to store, and multipliers for the codes, float32 (`precision.quantize`).
 
     Args:
-        amax_bits: int32 [...], the bits of the groups' maxima.
-        FLOOR_BITS: the bits of the smallest maximum that a group counts with.
-        POW2: whether scales are rounded up to a power of two.
+        amax_bits: int32 [...], float32 bits of the maximum of each group.
+        FLOOR_BITS: float32 bits of the lower bound for maxima.
+        POW2: whether to round scales up to a power of two.
     """
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
     limit = tl.full(amax.shape, MAXIMUM, tl.float32)
     scale = tl.math.div_rn(amax, limit)
     if POW2:
-        # A mantissa of ones, added to the bits, carries into the exponent unless the mantissa is 0:
-        # up to a power of two. Inf and NaN stay.
+        # Round up to a power of two: adding a mantissa of ones carries into the exponent unless the
+        # mantissa is 0. Inf and NaN are kept.
         bits = scale.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFFFF) & 0x7F800000
         scale = tl.where(bits < 0x7F800000, rounded, bits).to(tl.float32, bitcast=True)
@@ -90,13 +90,13 @@ def store_row_groups(
     y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
     RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows of 128 columns as 1 x 128 groups.
+    """Quantize R rows of 128 columns in 1 x 128 groups.
 
     Args:
         y: float32 [R, 128].
-        rows: int32 [R], their row numbers.
-        codes_ptr: FP8 [num_rows, num_columns up to 128s], written.
-        scales_ptr: float32, one line of rows for each 128 columns, written.
+        rows: int32 [R], row indices.
+        codes_ptr: FP8 [num_rows, num_columns rounded up to a multiple of 128], written.
+        scales_ptr: float32 [num_columns / 128, num_rows], rows scale_stride apart, written.
     """
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2)
     codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
@@ -110,19 +110,15 @@ def store_row_groups(
 
 @triton.jit
 def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
-    """Return some rows of 128 columns as float32 [R, 128], with zeros outside the matrix.
-
-    Args:
-        rows: int32 [R], row numbers.
-    """
+    """Load 128 columns of rows, int32 [R], as float32 [R, 128]; zeros outside the matrix."""
     columns = column * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     places = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     return tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
 
 
-# In the kernels below block and column number a program's tile in blocks of 128 (rows kernel: of
-# ROWS rows). num_rows is not specialized on: another number of tokens would compile again.
+# In the kernels below, block and column index the tile of a program, in units of 128 (ROWS rows in
+# the rows kernel). They do not specialize on num_rows: each new number of tokens would recompile.
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -131,10 +127,10 @@ def _rows_kernel(
     ROWS: tl.constexpr, RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):  # fmt: skip
-    """Quantize ROWS rows of 128 columns as 1 x 128 groups."""
+    """Quantize ROWS rows of 128 columns in 1 x 128 groups."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
-    wait_for_previous()  # x is what the previous kernel writes
+    wait_for_previous()  # the previous kernel writes x
     let_next_start()
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
@@ -150,7 +146,7 @@ def _tile_kernel(
     RAGGED: gl.constexpr, ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too."""
+    """Quantize a tile in 128 x 1 groups and, if ROW_GROUPS, in 1 x 128 groups too."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
@@ -165,7 +161,7 @@ def _square_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
     column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile as one 128 x 128 group and store it transposed."""
+    """Quantize a tile as one 128 x 128 group, and store it transposed."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_square_turned(
@@ -179,11 +175,11 @@ def _weight_kernel(
     w_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
     RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of a weight as one 128 x 128 group, rows staying rows."""
+    """Quantize a tile of a weight as one 128 x 128 group, not transposed."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
-    # Columns first, then their maxima in a line of 128 threads, each of which divides; one of them
-    # stores the scale. All have the same multiplier, so a maximum over them is a broadcast.
+    # Reduce columns first, then their maxima in a vector over 128 threads. All threads divide, and
+    # one stores the scale. The multipliers are equal, so a maximum over them is a broadcast.
     amax = tile.largest(gl.convert_layout(tile.largest(w, 0), tile.LINE), 0)
     line = gl.full([128], 0.0, gl.float32, tile.LINE) + amax
     scale, multipliers = tile.scale_and_multiplier(line, MAXIMUM, FLOOR, POW2)
@@ -199,7 +195,7 @@ def _turn_kernel(
     codes_ptr, scales_ptr, turned_codes_ptr, turned_scales_ptr, num_rows, num_columns,
     scale_stride, turned_scale_stride, column_blocks,
 ):  # fmt: skip
-    """Transpose a tile of codes of whole groups, and its scale; nothing is rounded."""
+    """Transpose a tile of codes and its scale, without requantization."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
     turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
@@ -212,14 +208,14 @@ def _turn_kernel(
 
 @triton.jit(do_not_specialize=["begin", "key"])
 def _dither_kernel(x_ptr, rounded_ptr, begin, key, size, BLOCK: tl.constexpr):
-    """Round BLOCK elements as `precision.quantize.dithered_bf16`."""
+    """Round BLOCK elements stochastically, as `precision.quantize.dithered_bf16`."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     bits = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     draws = ((places + begin).to(tl.uint32) ^ key.to(tl.uint32)) * 2654435761
     draws = (draws ^ (draws >> 15)) * 2246822519
     draws = (draws ^ (draws >> 13)) * 3266489917
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000  # a sum could carry out of its fraction
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000  # the sum could carry out of the mantissa
     rounded = bits + ((draws ^ (draws >> 16)) & 0xFFFF).to(tl.int32)
     bits = tl.where(nan, bits | 0x400000, rounded)
     upper = (bits >> 16).to(tl.int16)
@@ -227,26 +223,26 @@ def _dither_kernel(x_ptr, rounded_ptr, begin, key, size, BLOCK: tl.constexpr):
 
 
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """Return the quantizer's constants as the kernels of rows take them."""
+    """Return the quantizer constants for row kernels."""
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": FLOOR_BITS, "POW2": scales == "pow2"}
 
 
 def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """Return the quantizer's constants as the kernels of tiles take them, and launch options."""
+    """Return the quantizer constants and launch options for tile kernels."""
     constants = {"MAXIMUM": FORMATS[format][1], "FLOOR": AMAX_FLOOR, "POW2": scales == "pow2"}
     return constants | TILE_OPTIONS
 
 
 def rows_of_program(num_rows: int) -> int:
-    """Return the rows of a program of 1 x 128 groups, few for a decode step; they change no bit."""
+    """Return the rows per program for 1 x 128 groups, fewer in decode; changes no bits."""
     return 8 if num_rows <= _FEW_ROWS else 32
 
 
 def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES) -> QTensor:
-    """Return 1 x 128 groups of x, as `precision.quantize(x)`.
+    """Return 1 x 128 groups of x, equal to `precision.quantize(x)`.
 
     Args:
-        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
+        x: bfloat16, float16 or float32 [T, K], each row contiguous.
     """
     assert x.stride(1) == 1, f"strides {list(x.stride())}"
     num_rows, num_columns = x.shape
@@ -265,7 +261,7 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_S
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, QTensor]:
-    """Return `quantize_rows(x)`, and 128 x 1 groups for WGrad, tokens contiguous, zeros to 128s."""
+    """Return `quantize_rows(x)`, and 128 x 1 groups for WGrad, zero-padded, tokens contiguous."""
     assert x.stride(1) == 1, f"strides {list(x.stride())}"
     num_rows, num_columns = x.shape
     dtype = FORMATS[format][0]
@@ -282,10 +278,10 @@ def quantize_rows_and_tokens(
 
 
 def quantize_squares(x: Tensor, scales: str = DEFAULT_SCALES) -> QTensor:
-    """Return 128 x 128 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s.
+    """Return 128 x 128 groups of x for WGrad, tokens contiguous, zero-padded to a multiple of 128.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous.
+        x: bfloat16 [T, K], each row contiguous.
     """
     assert (x.dtype, x.stride(1)) == (torch.bfloat16, 1)
     num_rows, num_columns = x.shape
@@ -302,11 +298,11 @@ def quantize_squares(x: Tensor, scales: str = DEFAULT_SCALES) -> QTensor:
 def quantize_weight(
     w: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES, out: QTensor | None = None
 ) -> QTensor:
-    """Return 128 x 128 groups of a weight, as `precision.quantize(w, (128, 128))`.
+    """Return 128 x 128 groups of a weight, equal to `precision.quantize(w, (128, 128))`.
 
     Args:
         w: float32 or bfloat16 [N, K] contiguous.
-        out: the result of an earlier call, written in place.
+        out: result of an earlier call to overwrite, or None to allocate.
     """
     num_rows, num_columns = w.shape
     q = empty_weight(num_rows, num_columns, FORMATS[format][0], w.device) if out is None else out
@@ -331,14 +327,14 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
 
 
 def turned_weight(q: QTensor) -> QTensor:
-    """Return the transpose of a weight's 128 x 128 groups, copied into the order DGrad reads."""
+    """Return a transposed copy of a weight's 128 x 128 groups, in the layout of DGrad."""
     num_rows, num_columns = q.shape
     assert q.block == (FP8_BLOCK, FP8_BLOCK), f"groups {q.block}"
     blocks, column_blocks = cdiv(num_rows, FP8_BLOCK), cdiv(num_columns, FP8_BLOCK)
     codes = whole_groups(q.codes, blocks * FP8_BLOCK)
     turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
     stored_rows, stored_columns = codes.shape
-    # Codes move as bytes: their type has no meaning here.
+    # Codes are moved as bytes, whatever their type.
     _turn_kernel[(blocks * column_blocks,)](
         codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
         stored_rows, stored_columns, q.scales.stride(0), turned.scales.stride(0), column_blocks,
