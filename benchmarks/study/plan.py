@@ -23,6 +23,10 @@ from jetrl.settings.sections import ModelSettings, PrecisionSettings
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
 RUN, START = "runs", "starts"
+# Tasks of studies that were built in, by the names that study files and digests have for them.
+EXAMPLES = {
+    name: f"examples/long_answers.py:{name.capitalize()}" for name in ("program", "multiplication")
+}
 THROUGH_BF16 = "weights_through_bf16"  # once of the sampler's deviation, now of [precision]
 
 
@@ -231,7 +235,7 @@ def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: 
             f"{flat['run.max_hours'].place}: run.max_hours: a study has its own limit, "
             "jetrl study --minutes; leave it out"
         )
-    overrides = [f"{key}={_override(setting.value)}" for key, setting in flat.items()]
+    overrides = [f"{key}={_override(key, setting.value)}" for key, setting in flat.items()]
     overrides += [f"run.name={name}", f"run.dir={definition.out / folder}", f"run.seed={seed}"]
     try:
         return load_config(definition.recipe, overrides)
@@ -242,8 +246,10 @@ def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: 
         raise UserError(f"{message}\n(settings of the run {name})") from None
 
 
-def _override(value: Any) -> str:
+def _override(key: str, value: Any) -> str:
     """Return a value as an override writes it: `none` unsets a setting."""
+    if key == "task.name":
+        value = EXAMPLES.get(value, value)
     return "none" if value == "none" else toml_value(value)
 
 
@@ -314,5 +320,8 @@ def _put_deviation(tree: dict[str, Any], own: dict[str, Any]) -> None:
 def _digest_of(tree: dict[str, Any], start: str) -> str:
     """Return a digest of settings in sections and of a start's digest, without name and folder."""
     run = {k: v for k, v in tree.pop("run", {}).items() if k not in ("name", "dir")}
+    for name, example in EXAMPLES.items():
+        if tree.get("task", {}).get("name") == example:
+            tree["task"]["name"] = name
     text = json.dumps([start, run, tree], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from jetrl.tasks import Scorer, get_task
 from jetrl.types import Prompt
 
 SMALL = {"size": 60, "test_size": 20}
-TASKS = [("multiplication", {"digits": 3}), ("program", {"rounds": 2})]
+FILE = Path(__file__).parents[2] / "examples/long_answers.py"
+MULTIPLICATION, PROGRAM = f"{FILE}:Multiplication", f"{FILE}:Program"
+TASKS = [(MULTIPLICATION, {"digits": 3}), (PROGRAM, {"rounds": 2})]
 
 
 def prompts(split, name="arithmetic", **options):
@@ -106,7 +109,7 @@ def test_worked_answers_get_the_full_reward_and_are_in_the_alphabet(name, option
 
 @pytest.mark.parametrize("digits", [2, 8])
 def test_products_are_right_and_as_long_as_the_document_says(digits):
-    task = task_of("multiplication", digits=digits)
+    task = task_of(MULTIPLICATION, digits=digits)
     for prompt in task.prompts("test"):
         left, right = (int(factor[::-1]) for factor in prompt.text.rstrip("=").split("*"))
         assert int(prompt.answer.lstrip(",")[::-1]) == left * right
@@ -115,7 +118,7 @@ def test_products_are_right_and_as_long_as_the_document_says(digits):
 
 @pytest.mark.parametrize("rounds, variables", [(1, 2), (15, 3), (9, 6)])
 def test_programs_are_traced_as_python_runs_them(rounds, variables):
-    task = task_of("program", rounds=rounds, variables=variables)
+    task = task_of(PROGRAM, rounds=rounds, variables=variables)
     for prompt in task.prompts("test"):
         first, _, body = prompt.text.rstrip("=").partition("*")[2].partition(":")
         values = {first[at]: int(first[at + 1]) for at in range(0, len(first), 2)}
@@ -127,9 +130,9 @@ def test_programs_are_traced_as_python_runs_them(rounds, variables):
 
 
 def test_how_work_is_written():
-    task = task_of("multiplication", digits=2)
+    task = task_of(MULTIPLICATION, digits=2)
     assert task.solve("21*43=") == ["43,:208080104040", "3,8:246001103040", ",8040"]
-    program = task_of("program").solve("02*a3b7c1:a+b,b-c,c+5=")
+    program = task_of(PROGRAM).solve("02*a3b7c1:a+b,b-c,c+5=")
     assert ";".join(program) == (
         "02)a+b:3+7=0;b-c:7-1=6;c+5:1+5=6;01)a+b:0+6=6;b-c:6-6=0;c+5:6+5=1;601"
     )
@@ -163,11 +166,11 @@ def test_a_careless_teacher_is_wrong_as_often_as_said_and_never_by_chance_right(
 def test_reward_is_the_answer_and_by_choice_the_share_of_right_steps(completion, answer, steps):
     text = "02*a3b7c1:a+b,b-c,c+5="
     prompt = Prompt(id=text, text=text, answer="601")
-    score = task_of("program").score(prompt, completion)
+    score = task_of(PROGRAM).score(prompt, completion)
     assert score.reward == score.parts["answer"] == answer
     steps = pytest.approx(steps, abs=1e-12)  # a rounded quotient
     assert score.parts["steps"] == steps
-    assert task_of("program", reward="steps").score(prompt, completion).reward == steps
+    assert task_of(PROGRAM, reward="steps").score(prompt, completion).reward == steps
 
 
 @pytest.mark.parametrize(
@@ -178,16 +181,9 @@ def test_reward_is_the_answer_and_by_choice_the_share_of_right_steps(completion,
         ("arithmetic", {"max_operand": 100}, "max_operand = 100: give 1 to 99"),
         ("arithmetic", {"test_share": 1.0}, "test_share"),
         ("arithmetic", {"seed": "a"}, "seed"),
-        ("multiplication", {"digits": 1}, "digits = 1: should be greater than or equal to 2"),
-        ("multiplication", {"digits": 2, "size": 9000}, "more than half of the"),
-        ("program", {"rounds": True}, "rounds = True"),
-        ("program", {"variables": 7}, "variables = 7: should be less than or equal to 6"),
-        ("program", {"size": 0}, "size = 0"),
-        ("program", {"test_size": 1.5}, "test_size = 1.5"),
-        ("program", {"mistakes": 1.5}, "mistakes = 1.5"),
-        ("program", {"reward": "both"}, "should be 'answer' or 'steps'"),
-        ("program", {"only": 3}, "only = 3"),
-        ("program", {"rouns": 2}, "rouns"),
+        (MULTIPLICATION, {"digits": 2, "size": 9000}, "more than half of the"),
+        (PROGRAM, {"reward": "both"}, "give 'answer' or 'steps'"),
+        (PROGRAM, {"rouns": 2}, "rouns"),
     ],
 )
 def test_bad_options(name, options, message):

@@ -37,11 +37,11 @@ from jetrl.tasks.live import PREFIX, live
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
-from jetrl.tasks.toys import Arithmetic, Multiplication, Program
+from jetrl.tasks.toys import Arithmetic
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt, Reply, Turn
 
-_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
+_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k)
 OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 
