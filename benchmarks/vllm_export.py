@@ -144,7 +144,7 @@ def compare(
 def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.harness import command_typed, print_table, write_results
     from benchmarks.shapes import SHAPES
-    from benchmarks.vllm_engine import set_environment
+    from benchmarks.vllm_rollout import set_environment
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
