@@ -32,6 +32,7 @@ from jetrl.models.nvfp4_files import check_quantization, left_in_16_bits
 from jetrl.models.peft import base_of, read_lora
 from jetrl.models.rope import frequencies_of
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.plan import plan_table
 from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import visible
@@ -288,7 +289,7 @@ def test_files_of_a_run(whole: Path, damaged: Path, name: str, data: st.DataObje
         plan = PrecisionPlan.from_dict(
             RunDirectory.open(damaged).plan(), str(damaged / "plan.json")
         )
-        assert plan.describe()
+        assert plan_table(plan)
 
     def show_rollouts() -> None:
         for record in RunDirectory.open(damaged).rollouts(1):

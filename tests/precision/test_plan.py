@@ -14,6 +14,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, QTensor, quantize
 from jetrl.precision.formats import BF16, FP8, NVFP4, key_and_value_formats
+from jetrl.precision.plan import plan_table
 from jetrl.settings.loading import load_config
 from jetrl.settings.precision_section import PrecisionSettings
 
@@ -38,7 +39,9 @@ def test_presets_are_the_table(name: str) -> None:
     for one in (plan, plan.replace(bf16_rounding="nearest")):
         assert PrecisionPlan.from_dict(one.to_dict()) == one
     assert "bf16_rounding" not in one.to_dict(), "as before any preset was dithered"
-    assert (("BF16 weights", "rounded to nearest") in one.describe()) == (name in ("bf16", "mixed"))
+    assert (("BF16 weights", "rounded to nearest") in plan_table(one)) == (
+        name in ("bf16", "mixed")
+    )
 
 
 def test_unknown_preset_and_option_are_named() -> None:
@@ -68,7 +71,7 @@ def test_a_plan_without_the_later_options_is_stored_as_before_there_were_any() -
     plan = PrecisionPlan.preset("jet").replace(wgrad_input="1x128", pinned_sums=False)
     plan = plan.replace(bf16_rounding="dithered")
     assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    described = dict(plan.describe())
+    described = dict(plan_table(plan))
     assert described["X into WGrad"] == "1x128 along tokens"
     assert described["sums"] == "the library's order"
     assert described["BF16 weights"] == "rounded by fixed draws"
@@ -108,7 +111,7 @@ def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:
     assert formats == [[BF16, NVFP4, NVFP4]] * 2
     assert plan.exact
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
-    described = dict(plan.describe())
+    described = dict(plan_table(plan))
     assert described["rollout linears"] == described["training linears"]
     assert described["rollout linears"].startswith("NVFP4 weights")
     for preset in ("bf16", "mixed", "fp32"):
@@ -119,7 +122,7 @@ def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:
 def test_weights_through_bf16_move_the_samplers_codes_alone() -> None:
     settings = PrecisionSettings(preset="mixed", weights_through_bf16=True)
     plan = PrecisionPlan.from_settings(settings)
-    assert ("sampler only", "weights_through_bf16 = True") in plan.describe()
+    assert ("sampler only", "weights_through_bf16 = True") in plan_table(plan)
     quantized = Policy.from_config(config(), plan).decoder.layers[0].mixer.qkv.quantized
     sampler = quantized.operand("rollout")
     assert isinstance(sampler, QTensor)

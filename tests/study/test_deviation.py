@@ -19,6 +19,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.sampling import random_bits
 from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan, dequantize, quantize
+from jetrl.precision.plan import plan_table
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.schemas import PLAN
@@ -50,7 +51,7 @@ def policy_of(plan: PrecisionPlan) -> Policy:
 def test_each_dose_moves_the_sampler_alone(dose: dict[str, Any]) -> None:
     plan = plan_of(**dose)
     assert not plan.exact
-    described = dict(plan.describe())
+    described = dict(plan_table(plan))
     assert described["sampler and trainer log-probs"] == "not promised (measured)"
     assert next(iter(dose)) in described["sampler only"]
     stored = PLAN.validate_python(json.loads(json.dumps(plan.to_dict())))  # as of plan.json

@@ -325,7 +325,7 @@ def _prompt_lines(prompt: Prompt) -> list[str]:
 def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[str]:
     """Yield settings and plans; raise UserError if the run would be rejected."""
     from jetrl.memory.fitting import shown
-    from jetrl.precision import PrecisionPlan
+    from jetrl.precision.plan import PrecisionPlan, plan_table
     from jetrl.runs.directory import RunDirectory
     from jetrl.session.open import TrainingContext, check_pairs, check_run
     from jetrl.settings.loading import to_toml
@@ -335,7 +335,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         yield "# settings that differ from the defaults (--verbose: all)"
     yield to_toml(settings, changed_only=not args.verbose)
     yield f"# precision plan: {plan.name}"
-    yield table(plan.describe(), indent="#   ") + "\n"
+    yield table(plan_table(plan), indent="#   ") + "\n"
     files = files_named(settings.model_dump()) if resume else ()
     if files:  # untrusted files: docs/security.md
         names = ", ".join(sorted(files))

@@ -18,7 +18,7 @@ from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import stored_values
 from jetrl.kernels.backend import device_kernels
 from jetrl.models.layer import Rotary, tell
-from jetrl.precision.formats import BF16
+from jetrl.precision.formats import BF16, key_and_value_formats
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -33,7 +33,7 @@ def attend_packed_fused(
     sequences.
     """
     q_norm, k_norm = (None, None) if rope.norms is None else [norm.weight for norm in rope.norms]
-    library = plan.kv == BF16.name and not plan.pinned
+    library = key_and_value_formats(plan.kv) == (BF16, BF16) and not plan.pinned
     length = length if library else None
     out: Tensor = _PackedAttention.apply(qkv, q_norm, k_norm, rope, tiles, plan, length)
     return out

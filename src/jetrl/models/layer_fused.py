@@ -165,7 +165,7 @@ def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fix
     """Return the normalized values as WGrad reads them: codes made again, or the kept BF16."""
     if not s.coded:
         return kept[0]
-    if s.plan.wgrad_input == "128x128" and not s.plan.integer_wgrad:
+    if s.plan.wgrad_input == "128x128" and s.plan.backward_format.grouped:
         return s.kernels.rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
     return quantize_for_wgrad(s.normed(total), s.plan)
 

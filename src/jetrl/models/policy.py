@@ -22,7 +22,7 @@ from jetrl.models.decoder import without_adapters
 from jetrl.models.model import Model
 from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upload
 from jetrl.precision.backend import backend_of
-from jetrl.precision.formats import BF16
+from jetrl.precision.formats import BF16, number_format
 from jetrl.types import SamplingParams
 
 
@@ -110,7 +110,7 @@ class Policy(Model):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
         head = self.decoder.lm_head
-        kernels = kernels_of(hidden) if self.plan.lm_head == BF16.name else None
+        kernels = kernels_of(hidden) if number_format(self.plan.lm_head) is BF16 else None
         if kernels is not None and self.decoder.trace is None:
             weight = head.operand("train")
             assert isinstance(weight, Tensor), "a BF16 head has a BF16 weight"

@@ -323,15 +323,17 @@ def format_of(weight: StoredWeight) -> Format:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The format of dY next to a weight in codes; this class leaves it in BF16.
+    """The format of dY for a weight in codes; this class leaves dY in BF16.
 
     Attributes:
         coded: Whether WGrad multiplies codes.
+        integer: Whether the codes are INT8, which only INT8 weights can multiply.
     """
 
     words: str
 
     coded: ClassVar[bool] = False
+    integer: ClassVar[bool] = False
 
     def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
         """Return dY, bfloat16 [T, N], as DGrad reads it."""
@@ -345,7 +347,7 @@ class Gradient:
 
 
 class _INT8Gradient(Gradient):
-    coded = True
+    coded = integer = True
 
     def rows(self, dy: Tensor, scales: ScaleRule) -> QTensor:
         return int8_rows(dy)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
+from jetrl.precision.formats import INT8, GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.int8 import int8_tokens
@@ -39,7 +39,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
     The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
     """
-    if plan.integer_wgrad:
+    if plan.backward_format is INT8:
         return int8_tokens(x)
     squares = plan.wgrad_input == "128x128"
     if (arithmetic := arithmetic_of(x)) is not None:

@@ -1,13 +1,12 @@
-"""The precision plan: one frozen object that says what is FP8, for both sides of the flow.
+"""The precision plan: one frozen object that sets the number formats of sampler and trainer.
 
-A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
-never by a module's name. The sampler and the trainer get the same plan. If it gives both the same
-formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. The
-presets are data (`jetrl.settings.presets`); a plan's name is for people.
+A format depends on the role of an operand (a linear layer during rollout, a key, a gradient), never
+on a module's name. The sampler and the trainer share one plan. If it gives both the same formats,
+their log-probs must agree bit for bit (`exact`); a run in which they differ is stopped. Presets are
+data (`jetrl.settings.presets`). A plan's name is only shown to users.
 
-Studies of known mismatches give the sampler a plan of its own: a subclass that overrides `on` and
-`before_draw`, put in the place of the settings' plan by `amended_plans`
-(benchmarks/study/deviation.py).
+Studies of a known mismatch use a subclass that overrides `on` and `before_draw`. `amended_plans`
+puts it in place of the plan from the settings (benchmarks/study/deviation.py).
 """
 
 from __future__ import annotations
@@ -51,40 +50,39 @@ Side = Literal["rollout", "train"]
 WGradInput = Literal["128x128", "1x128"]
 
 _SETTINGS = TypeAdapter(PrecisionSettings)
-# A plan is stored without these fields if they have their defaults, as before there were any.
+# Stored only if not at their defaults, so that plans from before these fields look the same.
 _STORED_IF_SET = ("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing")
-# The sampler's own fields are stored in a table of this name, as before they were fields.
+# The sampler's own fields are stored in a table of this name, as before they became fields.
 _SAMPLER_FIELDS = ("weights_through_bf16", "attention_split")
 _SAMPLER_TABLE = "sampler_deviation"
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The formats of a run, by the role of an operand.
+    """The number formats of a run, by the role of an operand.
 
     Attributes:
         name: The preset that the plan was built from.
-        rollout_linear: The decoder layers' linears, sampling side.
-        train_linear: The decoder layers' linears, training side.
-        kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
+        rollout_linear: Linears of decoder layers during sampling.
+        train_linear: Linears of decoder layers during training.
+        kv: Keys and values on both sides: one format, or "keys+values".
         rest: Embeddings, norms and the residual stream.
         lm_head: The output projection, on both sides.
-        grad_output: dY as DGrad and WGrad read it if train_linear is fp8 or int8.
-        scales: Float32 scales, or scales rounded up to powers of two.
-        first_layers_bf16: Decoder layers at the start whose linears stay BF16 on both sides.
-        last_layers_bf16: Decoder layers at the end whose linears stay BF16 on both sides.
-        wgrad_input: The groups of X in WGrad: squares, or 1 x 128 along tokens.
-        pinned_sums: Whether every sum has one order, whatever the batch; None: if the linear
-            layers of both sides multiply the same codes. Without, a GPU's library chooses the order
-            of BF16 sums.
-        base: What stands for fp8 in the linears of a base that is not trained.
-        bf16_rounding: How master weights of matrices become BF16 (`quantize.dithered_bf16`).
-        key_smoothing: Whether INT8 keys are smoothed (`models.key_smoothing`); others are not.
-        weights_through_bf16: Whether the sampler's FP8 codes are built from master weights rounded
-            to BF16, as if weights traveled to another engine in BF16.
-        attention_split: The keys after which the sampler's attention begins a new sum; None: the
-            sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
-            order, while the trainer's are exact.
+        grad_output: dY in DGrad and WGrad; used only if train_linear is fp8 or int8.
+        scales: The format of FP8 scales: float32, or powers of two (rounded up).
+        first_layers_bf16: Number of leading decoder layers whose linears stay BF16 on both sides.
+        last_layers_bf16: Number of trailing decoder layers whose linears stay BF16 on both sides.
+        wgrad_input: Scale groups of X in WGrad: 128 x 128, or 1 x 128 along tokens.
+        pinned_sums: Whether reductions have a fixed order that is independent of the batch. None:
+            only if the linears of both sides have the same 8-bit format. If not, cuBLAS chooses the
+            order of BF16 sums on a GPU.
+        base: Format that replaces fp8 in the linears of a frozen base.
+        bf16_rounding: Rounding of matrices from FP32 to BF16 (`quantize.dithered_bf16`).
+        key_smoothing: Whether INT8 keys are smoothed (`models.key_smoothing`).
+        weights_through_bf16: Whether the sampler quantizes master weights rounded to BF16, as if
+            BF16 weights were sent to another engine.
+        attention_split: Keys per sum in the sampler's attention; None: as in the trainer.
+            On a CPU each sum is in float32, in the library's order; the trainer's are exact.
     """
 
     name: str
@@ -112,33 +110,35 @@ class PrecisionPlan:
             except ValidationError as error:
                 raise UserError(problem_of(error, f"precision.{name}")) from None
         sampler = self.on("rollout")
-        alike = sampler.rollout_linear == self.train_linear == FP8.name
-        if self.frozen_base and (self.weights_through_bf16 or not alike):
+        trained = number_format(self.train_linear)
+        both_fp8 = trained is FP8 and number_format(sampler.rollout_linear) is FP8
+        if self.frozen_base and (self.weights_through_bf16 or not both_fp8):
             raise UserError(
                 "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
                 "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
-
-        if self._trains_int8:
-            given = {
-                "grad_output": self.grad_output != "e5m2",
-                "scales": self.scales == sampler.scales == presets.DEFAULT_SCALES,
-                "wgrad_input": self.wgrad_input == "128x128",
-            }
-            if wrong := [key for key, fits in given.items() if not fits]:
+        if trained is not INT8:
+            if self.gradient.integer:
+                raise UserError("precision.grad_output = int8 needs precision.preset = int8")
+            return
+        only_for_fp8 = {
+            "grad_output": self.grad_output == "e5m2",
+            "scales": {self.scales, sampler.scales} != {presets.DEFAULT_SCALES},
+            "wgrad_input": self.wgrad_input != "128x128",
+        }
+        for field, is_set in only_for_fp8.items():
+            if is_set:
                 raise UserError(
-                    f"precision.{wrong[0]} = {getattr(self, wrong[0])} is for FP8: leave it out, "
-                    "or use precision.preset = unified or jet"
+                    f"precision.{field} = {getattr(self, field)} is for FP8: leave it out, or use "
+                    "precision.preset = unified or jet"
                 )
-        elif self.grad_output == INT8.name:
-            raise UserError("precision.grad_output = int8 needs precision.preset = int8")
 
     @staticmethod
     def preset(name: Any) -> PrecisionPlan:
         """Return a preset's plan (`jetrl.settings.presets`), or a plan; else UserError."""
         if isinstance(name, PrecisionPlan):
             return name
-        if name not in [*presets.PRESETS]:  # which may be no text
+        if name not in list(presets.PRESETS):  # a list: the name may be unhashable
             what = f"precision preset {shown_value(name)}"
             raise UserError(f"{what}: use one of {', '.join(presets.PRESETS)}")
         return PrecisionPlan(name, **presets.PRESETS[name]._asdict())
@@ -168,65 +168,65 @@ class PrecisionPlan:
 
     def replace(self, **options: Any) -> PrecisionPlan:
         """Return a plan with some fields changed; UserError for a field that does not exist."""
-        known = {field.name for field in dataclasses.fields(self)}
-        for key in options.keys() - known:
+        known = [field.name for field in dataclasses.fields(self)]
+        for key in options.keys() - set(known):
             raise UserError(f"precision plan has no option {key!r}: {', '.join(sorted(known))}")
         plan = dataclasses.replace(self, **options)
-        changed = {k: v for k, v in options.items() if v != getattr(self, k)}
+        changed = {key: value for key, value in options.items() if value != getattr(self, key)}
         if self.reads_masters and changed.keys() - {"name"}:
             raise UserError(f"the fp32 preset takes no options, but {changed} were given")
         return plan
 
     @property
     def pinned(self) -> bool:
-        """True if all sums are in one order, on which equal bits of the two sides depend."""
+        """True if all sums have a fixed order; bitwise equality of both sides depends on it."""
         if self.pinned_sums is not None:
             return self.pinned_sums
         return presets.codes_alike(self.rollout_linear, self.train_linear)
 
     @property
     def widens_wgrad(self) -> bool:
-        """True if no GPU's FP8 GEMM takes the operands of WGrad, which become BF16 there."""
+        """True if FP8 GEMMs of GPUs do not support WGrad's operands: they become BF16 there."""
         return self.grad_output == "e5m2" or self.wgrad_input == "1x128"
 
     @property
     def dithered_in_files(self) -> Literal["none", "linears", "matrices"]:
-        """The weights to dither in BF16 files: those that a side does not read as BF16 values."""
+        """The weights to dither in BF16 files: those that some side reads in another format."""
         if self.bf16_rounding == "dithered" or self.reads_masters:
             return "matrices"
-        if self.train_linear != BF16.name:
-            return "linears"
-        in_bf16 = self.on("rollout").rollout_linear == BF16.name
-        return "none" if in_bf16 or self.weights_through_bf16 else "linears"
+        trained = number_format(self.train_linear)
+        sampled = number_format(self.on("rollout").rollout_linear)
+        if trained is BF16 and (sampled is BF16 or self.weights_through_bf16):
+            return "none"
+        return "linears"
 
     @property
     def smooths_keys(self) -> bool:
-        """True if keys are smoothed: those of both sides, in INT8."""
+        """True if keys are smoothed, on both sides: only INT8 keys are."""
         return self.key_smoothing and key_and_value_formats(self.kv)[0] is INT8
 
     @property
-    def integer_wgrad(self) -> bool:
-        """True if WGrad reads X as INT8: of an `int8` plan whose backward is not in FP8."""
-        return self._trains_int8 and self.grad_output != "e4m3"
-
-    @property
     def exact(self) -> bool:
-        """True if sampler and trainer promise equal bits."""
-        alike = self.rollout_linear == self.train_linear != FP32.name
-        return alike and self.pinned and not self.sampler_only
+        """True if sampler and trainer are guaranteed to agree bit for bit."""
+        if (
+            self.rollout_linear != self.train_linear
+            or number_format(self.train_linear).reads_masters
+        ):
+            return False
+        return self.pinned and not self.sampler_only
 
     @property
     def sampler_only(self) -> dict[str, Any]:
-        """The fields, by name, by which the sampler computes otherwise than the trainer."""
+        """The fields, by name, that make the sampler compute differently from the trainer."""
         fields = {name: getattr(self, name) for name in _SAMPLER_FIELDS}
         return {name: value for name, value in fields.items() if value}
 
     def on(self, side: Side) -> PrecisionPlan:
-        """Return the plan by which one side computes: this one, unless a study overrides it."""
+        """Return the plan of one side: this one, unless a study overrides it."""
         return self
 
     def before_draw(self, logits: Tensor, bits: Tensor) -> Tensor:
-        """Return logits [R, V] as the sampler draws from them: unchanged, unless a study does.
+        """Return the logits [R, V] to draw from: unchanged, unless a study overrides this.
 
         `bits`, int64 [R], are the random bits of the draws. The logits may be overwritten.
         """
@@ -234,55 +234,52 @@ class PrecisionPlan:
 
     @property
     def reads_masters(self) -> bool:
-        """True if forwards read the master weights: of the fp32 plan."""
+        """True if forwards read the master weights, as in the fp32 plan."""
         return number_format(self.rest).reads_masters
 
     @property
     def keys_in_fp32(self) -> bool:
-        """True if keys and values are in FP32, which no attention kernel reads."""
+        """True if keys and values are in FP32, which only the reference attention supports."""
         return key_and_value_formats(self.kv)[0] is FP32
 
     @property
     def frozen_base(self) -> bool:
-        """True if the base has a format for weights that are not trained."""
+        """True if the base has a format that only frozen weights can have, such as NVFP4."""
         return number_format(self.base).frozen
 
     @property
     def gradient(self) -> Gradient:
-        """The format of dY next to a weight in codes."""
+        """The format of dY for a weight in codes."""
         return GRADIENTS[self.grad_output]
 
     @property
     def backward_format(self) -> Format:
-        """The format of the products of backward, which SwiGLU's codes are for."""
-        fp8 = self._trains_int8 and self.grad_output == "e4m3"
-        return FP8 if fp8 else number_format(self.train_linear)
-
-    @property
-    def _trains_int8(self) -> bool:
-        return self.train_linear == INT8.name
+        """The format of backward's products: FP8 if an `int8` plan has FP8 output gradients."""
+        trained = number_format(self.train_linear)
+        return FP8 if trained is INT8 and self.grad_output == "e4m3" else trained
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
         """Return the format of a decoder layer's linears on one side."""
-        chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
-        if self.keeps_bf16(layer, num_layers) and not number_format(chosen).reads_masters:
+        name = self.train_linear if side == "train" else self.on(side).rollout_linear
+        chosen = number_format(name)
+        if self.keeps_bf16(layer, num_layers) and not chosen.reads_masters:
             return BF16
-        return number_format(self.base if chosen == FP8.name else chosen)
+        return number_format(self.base) if chosen is FP8 else chosen
 
     @property
     def without_base(self) -> PrecisionPlan:
-        """The plan of a critic and of a reward model, which have no base."""
+        """The plan of a critic or reward model, which has no frozen base."""
         return dataclasses.replace(self, base=PrecisionPlan.base)
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
     def roundings(self, formats: Mapping[Side, Format]) -> dict[Side, Rounding]:
-        """Return how each side rounds a weight that it reads in a format."""
+        """Return the rounding of a weight per side, from its format on each side."""
         return {side: self.rounding(side, format) for side, format in formats.items()}
 
     def rounding(self, side: Side, format: Format) -> Rounding:
-        """Return how a weight is rounded for a layer that one side reads in a format."""
+        """Return the rounding of a weight that one side reads in a format."""
         if format is BF16:
             return Rounding(BF16, dithered=self.bf16_rounding == "dithered")
         if not format.has_rule:
@@ -291,11 +288,11 @@ class PrecisionPlan:
         return Rounding(format, self.on(side).scales, through_bf16)
 
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
-        """Return whether a decoder layer is one of those whose linears are never FP8."""
+        """Return whether a decoder layer's linears stay in BF16 on both sides."""
         return layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as a run directory and a checkpoint keep them."""
+        """Return the fields by name, as stored in plan.json and checkpoints."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(PrecisionPlan)}
         for name in _STORED_IF_SET:
             if fields[name] == getattr(PrecisionPlan, name):
@@ -308,72 +305,27 @@ class PrecisionPlan:
 
     @staticmethod
     def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
-        """Return the plan that `to_dict` described, read from the file `where`.
+        """Return the plan of a dict made by `to_dict` and read from the file `where`.
 
-        Raises UserError if the fields are not those of a preset with its options changed.
+        Raises UserError unless the fields are a preset's, with options of `[precision]` changed.
         """
         name = fields.get("name")
         with named(where):
             preset = PrecisionPlan.preset(name).to_dict()
-        # If not stored, whatever the preset's is: a plan from before these fields has neither.
+        # Plans stored before these fields existed have neither, whatever the preset has now.
         fields = {"bf16_rounding": "nearest", "key_smoothing": False, **fields}
-        changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
+        changed = {
+            key: value for key, value in fields.items() if key not in preset or value != preset[key]
+        }
         if _SAMPLER_TABLE in changed:
             split = preset.get(_SAMPLER_TABLE, {}).get("attention_split")
             stored = changed.pop(_SAMPLER_TABLE)
             changed["weights_through_bf16"] = _through_bf16(stored, split, where)
         return PrecisionPlan._from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
 
-    def describe(self) -> list[tuple[str, str]]:
-        """Return rows of (role, format) for people: what is printed before a run."""
-        scales = self.scales
-        keys, values = (f.described(scales) for f in key_and_value_formats(self.kv))
-        keys = f"{keys}, smoothed" if self.smooths_keys else keys
-        trained = number_format(self.train_linear)
-        rollout = number_format(self.rollout_linear).described_linear(scales)
-        training = trained.described_linear(scales)
-        if self.frozen_base:
-            rollout = training = number_format(self.base).described_linear(scales)
-        elif self.backward_format is not trained:
-            training += f" (FProp); {self.gradient.words} (DGrad, WGrad)"
-        elif trained.coded:
-            training += f" (FProp, DGrad, WGrad; output gradients {self.gradient.words})"
-        rows = [
-            ("rollout linears", rollout),
-            ("training linears", training),
-            ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
-            ("embeddings, norms, residual", number_format(self.rest).described(scales)),
-            ("lm_head, both sides", number_format(self.lm_head).described(scales)),
-            ("master weights", "FP32"),
-        ]
-        if self.first_layers_bf16 or self.last_layers_bf16:
-            kept = f"first {self.first_layers_bf16}, last {self.last_layers_bf16}"
-            rows.insert(2, ("layers kept in BF16, both sides", kept))
-        if self.wgrad_input != "128x128":
-            rows.append(("X into WGrad", f"{self.wgrad_input} along tokens"))
-        if self.pinned_sums is not None:
-            order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
-            rows.append(("sums", order))
-        if self.train_linear == BF16.name or self.bf16_rounding == "dithered":
-            how = "by fixed draws" if self.bf16_rounding == "dithered" else "to nearest"
-            rows.append(("BF16 weights", f"rounded {how}"))
-        if self.sampler_only:
-            rows.append(("sampler only", words_of(self.sampler_only)))
-        promise = "bit for bit equal (checked every step)"
-        promise = promise if self.exact else "not promised (measured)"
-        return [*rows, ("sampler and trainer log-probs", promise)]
-
-
-def words_of(fields: dict[str, Any]) -> str:
-    """Return fields of a plan in words: `attention_split = 256, bf16_layers = 0 3`."""
-    return ", ".join(
-        f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in fields.items()
-    )
-
 
 def _through_bf16(stored: Any, split: int | None, where: str) -> Any:
-    """Return `weights_through_bf16` of the stored table of the sampler's fields."""
+    """Return `weights_through_bf16` from the stored table of the sampler's fields."""
     known = isinstance(stored, dict) and not stored.keys() - set(_SAMPLER_FIELDS)
     if known and stored.get("attention_split") == split:
         return stored.get("weights_through_bf16", False)
@@ -383,12 +335,68 @@ def _through_bf16(stored: Any, split: int | None, where: str) -> Any:
     )
 
 
+def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
+    """Return rows of (role, format) that show a plan to a user."""
+    rows = _linear_rows(plan)
+    if plan.first_layers_bf16 or plan.last_layers_bf16:
+        kept = f"first {plan.first_layers_bf16}, last {plan.last_layers_bf16}"
+        rows.append(("layers kept in BF16, both sides", kept))
+    keys, values = (f.described(plan.scales) for f in key_and_value_formats(plan.kv))
+    if plan.smooths_keys:
+        keys += ", smoothed"
+    rows += [
+        ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
+        ("embeddings, norms, residual", number_format(plan.rest).described(plan.scales)),
+        ("lm_head, both sides", number_format(plan.lm_head).described(plan.scales)),
+        ("master weights", "FP32"),
+    ]
+    if plan.wgrad_input != "128x128":
+        rows.append(("X into WGrad", f"{plan.wgrad_input} along tokens"))
+    if plan.pinned_sums is not None:
+        order = "one order, whatever the batch" if plan.pinned_sums else "the library's order"
+        rows.append(("sums", order))
+    if plan.bf16_rounding == "dithered":
+        rows.append(("BF16 weights", "rounded by fixed draws"))
+    elif number_format(plan.train_linear) is BF16:
+        rows.append(("BF16 weights", "rounded to nearest"))
+    if plan.sampler_only:
+        rows.append(("sampler only", words_of(plan.sampler_only)))
+    agreement = (
+        "bit for bit equal (checked every step)" if plan.exact else "not promised (measured)"
+    )
+    rows.append(("sampler and trainer log-probs", agreement))
+    return rows
+
+
+def _linear_rows(plan: PrecisionPlan) -> list[tuple[str, str]]:
+    """Return the rows of the decoder layers' linears during sampling and training."""
+    trained = number_format(plan.train_linear)
+    rollout = number_format(plan.rollout_linear).described_linear(plan.scales)
+    training = trained.described_linear(plan.scales)
+    if plan.frozen_base:
+        rollout = training = number_format(plan.base).described_linear(plan.scales)
+    elif plan.backward_format is not trained:
+        training += f" (FProp); {plan.gradient.words} (DGrad, WGrad)"
+    elif trained.coded:
+        training += f" (FProp, DGrad, WGrad; output gradients {plan.gradient.words})"
+    return [("rollout linears", rollout), ("training linears", training)]
+
+
+def words_of(fields: dict[str, Any]) -> str:
+    """Return fields of a plan in words: `attention_split = 256, bf16_layers = 0 3`."""
+    words = []
+    for name, value in fields.items():
+        shown = " ".join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"{name} = {shown}")
+    return ", ".join(words)
+
+
 _amend: Callable[[PrecisionPlan], PrecisionPlan] | None = None
 
 
 @contextlib.contextmanager
 def amended_plans(amend: Callable[[PrecisionPlan], PrecisionPlan]) -> Iterator[None]:
-    """Let settings mean, in this process, the plan that `amend` makes of theirs: for studies."""
+    """Apply `amend` to every plan that this process makes from settings; for studies."""
     global _amend
     before, _amend = _amend, amend
     try:
