@@ -13,20 +13,20 @@ The same tree of tables is kept in the results file, so that a report needs only
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from jetrl.errors import UserError
-from jetrl.files import read_text, shown_value
+from jetrl.errors import UserError, nearest
+from jetrl.files import problem_of, read_text
 from jetrl.runs.metrics import check_metrics
+from jetrl.settings.messages import Origins, origin
 from jetrl.settings.presets import BF16Rounding, KVSetting, Preset
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
@@ -61,7 +61,7 @@ class Definition:
     grid: dict[str, dict[str, Layer]]
     arm_settings: dict[str, Layer]
     start_settings: Layer
-    lines: Mapping[str, int] = field(default_factory=dict)
+    origins: Origins
 
     @property
     def reference(self) -> str:
@@ -89,8 +89,8 @@ class Definition:
         return self.arms[arm].label or arm
 
     def place(self, key: str) -> str:
-        """Return where a dotted key of the file stands, for messages."""
-        return _place(self.source, self.lines, key)
+        """Return the file and line of a dotted key, for messages."""
+        return origin(key, self.origins)
 
 
 def read_definition(path: Path) -> Definition:
@@ -104,124 +104,103 @@ def read_definition(path: Path) -> Definition:
         raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"study {path}: not valid TOML: {error}") from None
-    return definition_of(tree, path, _lines_of(text))
+    return definition_of(tree, path, _origins_of(text, path))
 
 
-def definition_of(
-    tree: dict[str, Any], source: Path, lines: Mapping[str, int] | None = None
-) -> Definition:
-    """Return the definition that the tables of a study file make."""
-    lines = lines or {}
-    tables = _checked(Tables, tree, "", source, lines)
+def definition_of(tree: dict[str, Any], source: Path, origins: Origins | None = None) -> Definition:
+    """Return the definition in the tables of a study file."""
+    origins = origins or {"": str(source)}
+    tables = _checked(Tables, tree, "", origins)
     if not tables.arms:
         raise UserError(f"{source}: no [arms.NAME]: at least one arm is expected")
     common = dict(tables.settings)
     recipe = common.pop("recipe", None)
     if not isinstance(recipe, str | None):
-        raise UserError(f"{_place(source, lines, 'settings.recipe')}: settings.recipe is no text")
+        raise UserError(f"{origin('settings.recipe', origins)}: settings.recipe is not text")
     arms, arm_settings = {}, {}
     for name, table in tables.arms.items():
-        arms[name], arm_settings[name] = _split(Arm, table, f"arms.{name}", source, lines)
+        arms[name], arm_settings[name] = _split(Arm, table, f"arms.{name}", origins)
     start: StartSection | None = None
     start_settings: Layer = {}
     if tables.start is not None:
-        start, start_settings = _split(StartSection, tables.start, "start", source, lines)
+        start, start_settings = _split(StartSection, tables.start, "start", origins)
     reference = tables.study.reference
     if reference is not None and reference not in arms:
         raise UserError(
-            f"{_place(source, lines, 'study.reference')}: study.reference = {reference}: no such "
+            f"{origin('study.reference', origins)}: study.reference = {reference}: no such "
             f"arm; arms: {', '.join(arms)}"
         )
     for axis, values in tables.grid.items():
         if not values:
-            raise UserError(f"{_place(source, lines, f'grid.{axis}')}: grid.{axis} has no values")
+            raise UserError(f"{origin(f'grid.{axis}', origins)}: grid.{axis} has no values")
     sizes = [len(tables.study.seeds), len(arms), *(len(v) for v in tables.grid.values())]
     if math.prod(sizes) > MOST_RUNS:
         raise UserError(f"{source}: {math.prod(sizes):,} runs; a study has at most {MOST_RUNS:,}")
     return Definition(
-        source,
-        tree,
-        tables.study,
-        tables.eval,
-        tables.collapse,
-        start,
-        arms,
-        recipe,
-        common,
-        tables.grid,
-        arm_settings,
-        start_settings,
-        lines,
+        source=source,
+        tree=tree,
+        study=tables.study,
+        eval=tables.eval,
+        collapse=tables.collapse,
+        start=start,
+        arms=arms,
+        recipe=recipe,
+        common=common,
+        grid=tables.grid,
+        arm_settings=arm_settings,
+        start_settings=start_settings,
+        origins=origins,
     )
 
 
-def _split(
-    kind: type[S], table: Layer, path: str, source: Path, lines: Mapping[str, int]
-) -> tuple[S, Layer]:
-    """Return the own keys of a table, read, and its settings, which are tables."""
+def _split(kind: type[S], table: Layer, path: str, origins: Origins) -> tuple[S, Layer]:
+    """Return the own keys of a table as its schema has them, and its tables of settings."""
     settings = {key: value for key, value in table.items() if isinstance(value, dict)}
     own = {key: value for key, value in table.items() if key not in settings}
-    return _checked(kind, own, path, source, lines), settings
+    return _checked(kind, own, path, origins), settings
 
 
-def _checked(kind: type[S], tree: Layer, path: str, source: Path, lines: Mapping[str, int]) -> S:
+def _checked(kind: type[S], tree: Layer, path: str, origins: Origins) -> S:
     """Return a table as its schema has it."""
     try:
         return kind.model_validate(tree, strict=True)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
-        # A misspelt key is unknown, and often missing as well: the first says more.
+        # A misspelled key is unknown, and often missing as well: the first says more.
         first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         steps = [str(step) for step in first["loc"] if step != "[key]"]
         key = ".".join([path, *steps]).strip(".")
-        where = _place(source, lines, key)
-        message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if first["type"] == "missing":
-            raise UserError(f"{source}: {key} is missing") from None
         if first["type"] == "extra_forbidden":
-            raise UserError(f"{where}: unknown key {key}; {_hint(kind, steps)}") from None
-        shown = shown_value(first["input"])
-        raise UserError(f"{where}: {key} = {shown}: {message}") from None
+            known = _schema_at(kind, steps[:-1]).model_fields
+            message = f"unknown key {key}{nearest(steps[-1], known)}"
+        else:
+            message = problem_of(error, path)
+        raise UserError(f"{origin(key, origins)}: {message}") from None
 
 
-def _hint(kind: type[Section], steps: list[str]) -> str:
-    """Return words about the known keys next to an unknown one, the nearest if one is like it."""
-    for step in steps[:-1]:
+def _schema_at(kind: type[Section], steps: Sequence[str]) -> type[Section]:
+    """Return the schema of an inner table."""
+    for step in steps:
         inner = kind.model_fields[step].annotation if step in kind.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, Section)):
             break
         kind = inner
-    near = difflib.get_close_matches(steps[-1], kind.model_fields, n=1)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(kind.model_fields)}"
+    return kind
 
 
-def _place(source: Path, lines: Mapping[str, int], key: str) -> str:
-    """Return the file and the line of a key, or of the nearest table around it."""
-    for prefix in _prefixes(key):
-        if prefix in lines:
-            return f"{source}, line {lines[prefix]}"
-    return str(source)
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """Yield a dotted key and its tables, from the longest: a.b.c, a.b, a."""
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
-
-
-def _lines_of(text: str) -> dict[str, int]:
-    """Return the line on which each dotted key of a TOML text first stands."""
-    lines: dict[str, int] = {}
+def _origins_of(text: str, source: Path) -> Origins:
+    """Return the file and the line on which each dotted key of a TOML text first stands."""
+    origins = {"": str(source)}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
+        place = f"{source}, line {number}"
         if header := re.match(r"\s*\[([^\[\]]+)\]", line):
             table = re.sub(r"[\s\"']", "", header[1])
-            lines.setdefault(table, number)
+            origins.setdefault(table, place)
         elif key := re.match(r"\s*([\w.+\"'-]+)\s*=", line):
             plain = re.sub(r"[\"']", "", key[1])
-            lines.setdefault(f"{table}.{plain}".lstrip("."), number)
-    return lines
+            origins.setdefault(f"{table}.{plain}".lstrip("."), place)
+    return origins
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_length=40)]

@@ -24,8 +24,8 @@ from benchmarks.study.plan import PlannedRun
 from pydantic import Field, TypeAdapter
 
 from jetrl.errors import UserError
-from jetrl.files import Count, Finite, Seed, Step, Stored, UnixTime, read_stored
-from jetrl.runs.attempts import read_attempts, versions
+from jetrl.files import Count, Finite, Seed, Step, Stored, read_stored
+from jetrl.runs.attempts import versions
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import values_of
 from jetrl.runs.metrics import is_eval_mean
@@ -216,8 +216,6 @@ class Request(Stored):
         exported: Whether its exported BF16 files are evaluated too.
         prompts: The number of held-out prompts; 0: all.
         top_p: The mass of the most probable tokens that are drawn from.
-        ended: The time at which the run's training ended: its weights are those of that moment.
-            None where its last attempt has no end.
         reason: The message that it ended with; "" after its last step.
         start_sha256: The SHA-256 of the weights that it began from, as `FirstWeights` has it.
     """
@@ -232,7 +230,6 @@ class Request(Stored):
     temperature: Finite
     top_p: Finite
     seed: Seed
-    ended: UnixTime | None = None
     end: End = "finished"
     reason: str = ""
     start_sha256: str = ""
@@ -242,7 +239,6 @@ class Outcome(Stored):
     """The evaluations of a run, and the order that they answer.
 
     Attributes:
-        request: The order; None in files of before it was kept, which count for no training.
         weights_sha256: The SHA-256 of the run's final FP32 master weights; "" where only an
             exported model is left, or nothing.
         device: The device that evaluated; "" where nothing was evaluated.
@@ -252,7 +248,7 @@ class Outcome(Stored):
         seconds: The seconds that all of it took, the models opened included.
     """
 
-    request: Request | None = None
+    request: Request
     weights_sha256: str = ""
     device: str = ""
     common: FinalEvaluation | None = None
@@ -262,8 +258,6 @@ class Outcome(Stored):
 
 
 REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
-_EVALUATIONS = ("preset", "bf16_rounding", "own", "exported")
-_ASKED = (*_EVALUATIONS, "prompts", "samples", "temperature", "top_p", "seed")
 
 
 def request_file(definition: Definition, name: str) -> Path:
@@ -296,17 +290,10 @@ def request_of(
         temperature=section.temperature,
         top_p=section.top_p,
         seed=section.seed,
-        ended=_ended(run),
         end=end,
         reason=reason,
         start_sha256=start_sha256,
     )
-
-
-def _ended(run: PlannedRun) -> float | None:
-    """Return the time at which the last attempt at a run ended; None if it has not."""
-    attempts = read_attempts(run.path)
-    return attempts[-1].ended if attempts else None
 
 
 def write_stored(file: Path, stored: Stored) -> None:
@@ -314,31 +301,6 @@ def write_stored(file: Path, stored: Stored) -> None:
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(stored.model_dump(mode="json")) + "\n")
-
-
-def kept_outcome(definition: Definition, run: PlannedRun) -> Outcome | str:
-    """Return the outcome that earlier sittings left of a run, or the reason why none counts."""
-    file = outcome_file(request_file(definition, run.name))
-    try:
-        outcome = read_stored(file, OUTCOME)
-    except FileNotFoundError:
-        return f"there is no {file}"
-    except UserError as error:
-        return str(error)
-    made = outcome.request
-    if made is None:
-        return f"{file} is of an older jetrl and does not say what was evaluated"
-    if made.ended is None or made.ended != _ended(run) or made.run != str(run.path):
-        return f"{file} is of another training than the one that {run.path} holds"
-    now = request_of(definition, run, made.end, made.reason, made.start_sha256)
-    changes = [
-        f"eval.{key}: {getattr(made, key)} -> {getattr(now, key)}"
-        for key in _ASKED
-        if getattr(made, key) != getattr(now, key)
-    ]
-    if changes:
-        return f"{file} is of another evaluation ({', '.join(changes)})"
-    return outcome
 
 
 KEPT_METRICS = (
@@ -356,7 +318,6 @@ KEPT_METRICS = (
 def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunResult:
     """Return the result of a run that has ended."""
     request = outcome.request
-    assert request is not None
     directory = RunDirectory.open(run.path)
     records, history = directory.metrics("rl"), directory.history()
     steps = [record for record in records if record["step"] > 0]

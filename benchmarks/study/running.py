@@ -19,7 +19,7 @@ from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.processes import Pool, cards_for
 from benchmarks.study.progress import Progress
 from benchmarks.study.report import write_report
-from benchmarks.study.results import Outcome, Results, kept_outcome, read_results
+from benchmarks.study.results import Results, read_results
 from benchmarks.study.scheduler import Sitting, read_queue, runs_in_order
 
 from jetrl.cli.arguments import table, tell
@@ -195,8 +195,6 @@ def dry_run(definition: Definition, results: Results, runs: Sequence[PlannedRun]
             state = "done"
         elif run.path.is_dir():
             state = run_state(run.path)
-            if isinstance(kept_outcome(definition, run), Outcome):
-                state = "evaluated, not in the results"
         start = run.start.name if run.start else run.settings.model.path or "random weights"
         rows.append((run.name, run.arm, str(run.seed), str(run.settings.loop.steps), start, state))
     done = sum(run.name in results.runs for run in runs)

@@ -35,7 +35,6 @@ from benchmarks.study.results import (
     Outcome,
     Request,
     Results,
-    kept_outcome,
     outcome_file,
     request_file,
     request_of,
@@ -109,7 +108,7 @@ def runs_in_order(definition: Definition, parts: Sequence[Sequence[str]]) -> lis
     return list(runs.values())
 
 
-Stage = Literal["train", "evaluate", "collect", "done", "failed"]
+Stage = Literal["train", "evaluate", "done", "failed"]
 
 
 @dataclass
@@ -119,7 +118,6 @@ class Item:
     Attributes:
         stage: The next command, or how the work ended.
         reason: The message with which the run ended or failed.
-        outcome: An evaluation from an earlier command that is not in the results file yet.
     """
 
     work: PlannedRun | PlannedStart
@@ -128,7 +126,6 @@ class Item:
     failures: int = 0
     end: End = "finished"
     reason: str = ""
-    outcome: Outcome | None = None
 
     @property
     def is_over(self) -> bool:
@@ -139,37 +136,26 @@ class Item:
 def look(item: Item, definition: Definition, results: Results) -> None:
     """Set the stage of a run or start by its files."""
     work = item.work
-    result = results.runs.get(work.name)
-    if result is not None:
-        assert isinstance(work, PlannedRun)  # a start has no result
+    if work.name in results.runs:
         item.stage = "done"
     elif is_locked(work.path):
         item.stage, item.reason = "failed", f"another process is writing {work.path}"
     elif has_begun(work, definition):
-        if isinstance(work, PlannedRun):
-            _look_at_ended(item, work, definition, results)
-        elif run_state(work.path) == "finished":
+        if run_state(work.path) != "finished":
+            return
+        if isinstance(work, PlannedStart):
             item.stage = "done"
-    elif isinstance(work, PlannedStart) and (work.path / "model" / "config.json").is_file():
-        item.stage = "done"  # its model was put there from a copy; its name has the digest
-
-
-def _look_at_ended(item: Item, run: PlannedRun, definition: Definition, results: Results) -> None:
-    """Set the stage of a run with a directory but no result, if its training ended."""
-    outcome = kept_outcome(definition, run)
-    if isinstance(outcome, Outcome):
-        item.stage, item.outcome = "collect", outcome
-    elif run_state(run.path) == "finished":
-        item.stage = "evaluate"
-        if not has_weights(run.path):
+        elif has_weights(work.path):
+            item.stage = "evaluate"
+        else:
             item.stage = "failed"
             item.reason = (
-                f"its training is finished, but {run.path} has no weights left to evaluate "
-                "(study.keep_weights = false removes them once a run is in the results), "
-                f"{results.path} has no result of it, and {outcome}. Put the results file or the "
-                "outcome back from a copy, or remove that run directory: the run is then trained "
-                "again"
+                f"its training is finished, but {work.path} has no weights left to evaluate, and "
+                f"{results.path} has no result of it. Put the results file back from a copy, or "
+                "remove that run directory: the run is then trained again"
             )
+    elif isinstance(work, PlannedStart) and (work.path / "model" / "config.json").is_file():
+        item.stage = "done"  # a copy of its model; the name has the digest of the settings
 
 
 def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
@@ -241,9 +227,6 @@ class Sitting:
             look(item, definition, results)
         for item in self._starts.values():
             look(item, definition, results)
-        for item in self._items.values():
-            if item.outcome is not None:
-                self._finish(item, item.outcome, "put back into the results")
         for item in (*self._items.values(), *self._starts.values()):
             if item.stage == "failed":
                 self._fail(item, item.reason)
@@ -346,9 +329,7 @@ class Sitting:
             item.end, item.reason = "nonfinite", read_attempts(item.work.path)[-1].reason
             item.stage = "evaluate"
             if not has_weights(item.work.path):
-                outcome = Outcome(request=self._request(item))
-                write_stored(self._outcome_file(item), outcome)
-                self._finish(item, outcome)
+                self._finish(item, Outcome(request=self._request(item)))
         elif child.process.pid in self._killed:
             self._tell(f"{item.work.name}: killed as arms.kill_after says; it is resumed")
         else:
@@ -372,12 +353,10 @@ class Sitting:
         elif item.stage == "train":
             item.stage = "evaluate"
         else:
-            self._finish(item, read_stored(self._outcome_file(item), OUTCOME))
+            file = outcome_file(request_file(self.definition, item.work.name))
+            self._finish(item, read_stored(file, OUTCOME))
 
-    def _outcome_file(self, item: Item) -> Path:
-        return outcome_file(request_file(self.definition, item.work.name))
-
-    def _finish(self, item: Item, outcome: Outcome, *remarks: str) -> None:
+    def _finish(self, item: Item, outcome: Outcome) -> None:
         """Add the result of a run to the results file."""
         run = item.work
         assert isinstance(run, PlannedRun)
@@ -387,7 +366,7 @@ class Sitting:
         if not self.definition.study.keep_weights:
             for folder in ("checkpoints", "model"):
                 shutil.rmtree(run.path / folder, ignore_errors=True)
-        words = [*remarks, f"{result.steps} steps in {duration(result.wall_s)}"]
+        words = [f"{result.steps} steps in {duration(result.wall_s)}"]
         if result.common is not None:
             words.append(f"held out {100 * result.common.mean:.1f}%")
         if learned_nothing(result):
