@@ -468,10 +468,10 @@ def nvfp4_shared_memory() -> None:
     """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
     from jetrl.precision.hopper.adapter import AdapterOperands
     from jetrl.precision.hopper.nvfp4_rows import (
+        fused_tiles,
         nvfp4_rows_kernel,
         nvfp4_rows_matmul,
         shared_bytes,
-        tiles_beside,
         tiles_for,
     )
     from jetrl.precision.nvfp4 import parts_of
@@ -486,7 +486,7 @@ def nvfp4_shared_memory() -> None:
         nvfp4_rows_kernel.device_caches.clear()  # what another piece compiled is compiled again
         nvfp4_rows_matmul(x, nvfp4_weight_of(n, k), adapter=adapter)
         parts, _ = parts_of(n, k)
-        tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+        tiles = fused_tiles(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
         more = shared_bytes(tiles, rows, parts, rank) - shared["nvfp4_rows.nvfp4_rows_kernel"]
         if not 0 <= more <= TRITONS_OWN:
             raise ValueError(f"{more} bytes more are counted than there are: {rows}, {n}, {k}")

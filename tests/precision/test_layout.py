@@ -9,7 +9,7 @@ from jetrl.precision.triton.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,
-    empty_turned_squares,
+    empty_transposed_blocks,
     empty_weight,
     padded_rows,
     whole_groups,
@@ -47,7 +47,7 @@ def test_row_groups_have_storage_for_the_padded_rows(rows: int, columns: int) ->
 @pytest.mark.parametrize("columns", [320, 384])
 @pytest.mark.parametrize("tokens", [1, 129, 16128])
 def test_operands_of_wgrad_are_contiguous_along_tokens(tokens: int, columns: int) -> None:
-    blocks, makers = cdiv(tokens, 128), (empty_token_groups, empty_turned_squares)
+    blocks, makers = cdiv(tokens, 128), (empty_token_groups, empty_transposed_blocks)
     dy, x = (make(tokens, columns, CODES, "cpu") for make in makers)
     for q in (dy, x):
         assert q.codes.shape == (128 * blocks, columns)

@@ -14,7 +14,7 @@ from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 from jetrl.precision.hopper.adapter import MOST_RANKS
-from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
+from jetrl.precision.hopper.nvfp4_rows import Tiles, fused_tiles, shared_bytes, tiles_for
 from jetrl.precision.triton.launch import TRITONS_OWN, fitting_stages, program_bytes
 
 
@@ -25,7 +25,7 @@ def test_every_cut_fits_in_shared_memory(shape: str) -> None:
         parts, _ = parts_of(n, k)
         for rows in range(1, FEW_ROWS + 1):
             for rank in (0, *range(16, MOST_RANKS + 1, 16)):
-                tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+                tiles = fused_tiles(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
                 size = shared_bytes(tiles, rows, parts, rank)
                 assert size <= HOPPER.shared_memory, (linear, rows, rank, tiles, size)
                 assert tiles.rounds >= 2

@@ -331,7 +331,7 @@ def _verify_inputs_kernel(
 
 
 @triton.jit
-def _learn(text_ptr, tables_ptr, group, base, end, known, entries):
+def _insert_ngrams(text_ptr, tables_ptr, group, base, end, known, entries):
     """Insert the n-grams that end at position `end` of each sequence into the tables."""
     last = base + end
     ok = known & (end >= FIRST - 1)
@@ -395,7 +395,7 @@ def _take_verified_kernel(
         runs_on = tl.where(alive, goes_on, runs_on)
         # Insert the n-gram that ends LAG tokens earlier: earlier forwards wrote its tokens.
         end = position + 1 + j - LAG
-        _learn(text_ptr, tables_ptr, group, base, end, alive, entries)
+        _insert_ngrams(text_ptr, tables_ptr, group, base, end, alive, entries)
         drafted = alive & (j < MAX_DRAFT)
         guess = tl.load(draft_ptr + row * MAX_DRAFT + j, mask=drafted, other=NOT_DRAWN)
         same = token == guess

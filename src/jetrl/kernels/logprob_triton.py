@@ -66,7 +66,7 @@ def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.conste
         kept = tl.math.exp2(step * LOG2_E)
         shifted = z - larger[:, None]
         mass = tl.math.exp2(shifted * LOG2_E)
-        lane_square = moved_square(lane_sum, lane_moment, lane_square, step, kept)
+        lane_square = shifted_square(lane_sum, lane_moment, lane_square, step, kept)
         lane_moment = kept * (lane_moment + step * lane_sum)
         finite = tl.maximum(shifted, -1e30)  # 0 * -inf would be NaN
         lane_moment += tl.sum(mass * finite, 1)
@@ -77,7 +77,7 @@ def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.conste
 
 
 @triton.jit
-def moved_square(lane_sum, lane_moment, lane_square, step, kept):
+def shifted_square(lane_sum, lane_moment, lane_square, step, kept):
     """Return sums of e (z - max)^2 after the maximum grew by -step; kept = exp(step)."""
     # Multiply by kept first: the square of a large step overflows float32, and kept is then 0.
     return kept * lane_square + kept * step * (2.0 * lane_moment + step * lane_sum)
@@ -94,7 +94,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
     kept = tl.math.exp2(step * LOG2_E)
     total = tl.sum(lane_sum * kept, 0)
     moment = tl.sum(kept * (lane_moment + step * lane_sum), 0)
-    square = tl.sum(moved_square(lane_sum, lane_moment, lane_square, step, kept), 0)
+    square = tl.sum(shifted_square(lane_sum, lane_moment, lane_square, step, kept), 0)
     # Without a positive total (a row of -inf or NaN) the softmax is undefined: signal it by NaN.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
     mean = tl.math.div_rn(moment, total)

@@ -37,7 +37,7 @@ from jetrl.precision.triton.layout import (
     cdiv,
     empty_int8_operand,
     empty_row_groups,
-    empty_turned_squares,
+    empty_transposed_blocks,
     is_ragged,
 )
 from jetrl.precision.triton.quantize import (
@@ -230,7 +230,7 @@ def _tile_kernel(
     weight = weight.to(gl.float32)
     # Same products and rounding as in _row_kernel, so the bfloat16 values are identical.
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
-    tile.store_square_turned(
+    tile.store_block_transposed(
         y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
         MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
@@ -310,7 +310,7 @@ def rms_norm_squares(
     """
     _check(total, weight, None)
     num_rows, width = total.shape
-    out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
+    out = empty_transposed_blocks(num_rows, width, FORMATS["e4m3"][0], total.device)
     column_blocks = cdiv(width, FP8_BLOCK)
     if num_rows:
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](

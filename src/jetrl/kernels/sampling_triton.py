@@ -133,7 +133,6 @@ def _sample_draw_kernel(
     logits_ptr, bits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, tokens_ptr, logprobs_ptr,
     max_ptr, lse_ptr, num_columns, num_blocks, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sample the token of one row."""
     row = tl.program_id(0)
     let_next_start()
     wait_for_previous()
@@ -211,7 +210,7 @@ def _largest_bound(
 
 
 @triton.jit
-def _above(
+def _sums_above(
     row_ptr, num_columns, num_blocks, temperature, row_max, bound,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +264,7 @@ def _filtered_kernel(
             row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
             False, BLOCK,
         )  # fmt: skip
-        count, mass, total = _above(
+        count, mass, total = _sums_above(
             row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
         )
         limit = tl.where(by_count, top_k - count, num_columns)
@@ -281,7 +280,7 @@ def _filtered_kernel(
         if by_mass > bound:
             bound = by_mass
             limit = num_columns.to(tl.int64)
-            _, mass, _ = _above(
+            _, mass, _ = _sums_above(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
             )
 

@@ -30,7 +30,7 @@ from jetrl.precision.triton.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,
-    empty_turned_squares,
+    empty_transposed_blocks,
     is_ragged,
 )
 from jetrl.precision.triton.quantize import tile_rule
@@ -173,7 +173,7 @@ def _tile_parts(x):
 
 
 @gluon.jit
-def _store_turned(codes_ptr, codes, block, column, padded_tokens):
+def _store_transposed(codes_ptr, codes, block, column, padded_tokens):
     """Store codes [128, 128] in _TURNED, transposed, to an array [columns, padded_tokens]."""
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_tokens + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TURNED))
@@ -200,7 +200,7 @@ def _store_both(
     multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
     turned = gl.convert_layout(wide, _TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
-    _store_turned(token_codes_ptr, codes, block, column, padded_tokens)
+    _store_transposed(token_codes_ptr, codes, block, column, padded_tokens)
 
 
 @gluon.jit
@@ -226,7 +226,7 @@ def _store_scales(
 
 
 @gluon.jit
-def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
+def _start_loads(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
     """Start TMA loads of dy, gate and up of tile `index`, unless it is negative."""
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
@@ -270,8 +270,8 @@ def _backward_tiles_kernel(
     step = gl.num_programs(0)
     # Start from the last rows: the previous kernel wrote them last, so they are still in L2.
     index = tiles - 1 - gl.program_id(0)
-    _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
-    _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
+    _start_loads(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
+    _start_loads(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
     turn = 0  # tiles done; bit 0 is the stage, bit 1 the phase of its barrier
     while index >= 0:
         stage = turn & 1
@@ -286,7 +286,7 @@ def _backward_tiles_kernel(
         parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
         y_parts.store(_tile_parts(y))
         gluon_names.barrier()  # all warps have read the stage and written their maxima
-        _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
+        _start_loads(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
 
         # Scales: one thread per group; every thread computes the single scale of y itself.
         block, column = index // column_blocks, index % column_blocks
@@ -301,7 +301,7 @@ def _backward_tiles_kernel(
         # Codes: y first, since it does not wait for multipliers from other threads.
         turned = gl.convert_layout(tile.widen(y), _TURNED, assert_trivial=True)
         codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
-        _store_turned(y_codes_ptr, codes, block, column, padded_tokens)
+        _store_transposed(y_codes_ptr, codes, block, column, padded_tokens)
         _store_both(
             dgate, 0, block, column, num_rows, stride, multipliers, row_codes_ptr, token_codes_ptr,
             padded_tokens,
@@ -335,7 +335,7 @@ def swiglu_backward_quantize(
     rows = empty_row_groups(num_rows, columns, dtype, dy.device)
     tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
     y_dtype, y_maximum = FORMATS["e4m3"]
-    y = empty_turned_squares(num_rows, dy.shape[1], y_dtype, dy.device)
+    y = empty_transposed_blocks(num_rows, dy.shape[1], y_dtype, dy.device)
     column_blocks = dy.shape[1] // FP8_BLOCK
     tiles = cdiv(num_rows, FP8_BLOCK) * column_blocks
     if not tiles:

@@ -99,7 +99,7 @@ def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
 
 
 @gluon.jit
-def load_beside(
+def load_adapter(
     u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
     PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip

@@ -22,7 +22,7 @@ from jetrl.precision.hopper.adapter import (
     ready_word,
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
-from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
+from jetrl.precision.hopper.gemm_rows import fused_tiles, rows_matmul
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.nvfp4 import OrderedNVFP4
@@ -38,11 +38,11 @@ NVFP4_FUSED_ROWS = 128  # up to this many rows of X, the NVFP4 GEMM fuses the ad
 
 def form_for(rows: int, n: int, rank: int) -> Form:
     """Return the faster form for a GEMM with an adapter and a weight with n rows."""
-    fits = rank <= MOST_RANKS and tiles_beside(rows, n, rank) is not None
+    fits = rank <= MOST_RANKS and fused_tiles(rows, n, rank) is not None
     return "fused" if fits else "passes"
 
 
-def _signalling(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOperands]:
+def _project_down_signaled(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOperands]:
     """Launch the GEMM with A, which signals the next kernel when X is ready."""
     u = project_down_rows(x, adapter.down, adapter.arrived, signal=True)
     return u, AdapterOperands(u, adapter.up, adapter.columns, ready_word(adapter.arrived))
@@ -59,7 +59,7 @@ def adapted_matmul(
     """
     n, rank = adapter.up.shape
     if (form or form_for(len(values), n, rank)) == "fused":
-        u, operands = _signalling(values, adapter)
+        u, operands = _project_down_signaled(values, adapter)
         rows, codes, scales = row_operand(a)
         return rows_matmul(rows, codes, scales, b, adapter=operands), u
     u = project_down_hopper(values, adapter.down, adapter.arrived)
@@ -96,7 +96,7 @@ def nvfp4_adapted_matmul(
     x = x if x.is_contiguous() else x.contiguous()
     fits = len(x) <= NVFP4_FUSED_ROWS and adapter.up.shape[1] <= MOST_RANKS
     if form == "fused" or (form is None and fits):
-        u, operands = _signalling(x, adapter)
+        u, operands = _project_down_signaled(x, adapter)
         return nvfp4_rows_matmul(x, w, adapter=operands), u
     u = project_down_hopper(x, adapter.down, adapter.arrived)
     return project_up_hopper(nvfp4_matmul_hopper(x, w), u, adapter.up, adapter.columns), u

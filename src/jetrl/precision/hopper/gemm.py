@@ -63,9 +63,9 @@ def fp8_matmul_hopper(
     a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
 ) -> Tensor:
     """`precision.gemm.fp8_matmul` on Hopper; copies operands that have another layout."""
-    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GEMM takes other codes"
+    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
     assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
-    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K is not contiguous"
+    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K must be contiguous"
     assert a.shape[1] == b.shape[1], f"{a.shape}, {b.shape}"
     chosen = backend or backend_for(a, b, out_dtype)
     if is_ragged(b.shape[1]):
@@ -111,8 +111,8 @@ def _load_deep_gemm() -> Any:
         problem = str(error) or "there is no CUDA toolkit"  # asserted without a message
     if problem:
         raise UserError(
-            f"DeepGEMM cannot work: {problem}; set CUDA_HOME to a CUDA 13 toolkit, with nvcc, or "
-            "`pip uninstall sgl-deep-gemm`: cuBLAS gives the same bits, slower in decode"
+            f"DeepGEMM is unusable: {problem}; set CUDA_HOME to a CUDA 13 toolkit with nvcc, or "
+            "`pip uninstall sgl-deep-gemm` (cuBLAS gives the same bits, but decode is slower)"
         )
     library.set_pdl(True)  # programmatic dependent launch, as in `precision.triton.launch`
     return library

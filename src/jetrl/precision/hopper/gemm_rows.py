@@ -38,7 +38,7 @@ from jetrl.precision.hopper.adapter import (
     AdapterOperands,
     down_program_bytes,
     first_columns,
-    load_beside,
+    load_adapter,
     wait_for_rows,
     with_adapter,
 )
@@ -50,7 +50,7 @@ from jetrl.precision.triton.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
     overlapped,
-    room_beside,
+    remaining_bytes,
 )
 from jetrl.precision.triton.layout import cdiv
 
@@ -92,7 +92,7 @@ def tiles_for(rows: int, n: int) -> Tiles:
     return next((t for each, t in _OF_64_ROWS if n <= each * MULTIPROCESSORS), _WIDEST)
 
 
-def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
+def fused_tiles(rows: int, n: int, rank: int) -> Tiles | None:
     """Return the tiles for a GEMM with a fused adapter, or None if a library is faster.
 
     They leave room for the tiles of u and B, and for a program of the GEMM with A on the same SM.
@@ -105,7 +105,7 @@ def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
         tiles = Tiles(128, 1, 64, 4, 2) if narrow else Tiles(128, 3, 32, 7, 1)
     block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
     adapter = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2 + BARRIER
-    room = room_beside(SHARED_MEMORY, down_program_bytes(rows))
+    room = remaining_bytes(SHARED_MEMORY, down_program_bytes(rows))
     stage = tiles.group * block + 2 * BARRIER
     return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, adapter, room))
 
@@ -341,7 +341,7 @@ def rows_gemm_kernel(
             (load_operands, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left,
                              ready_ptr, m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP,
                              SIGNALLED)),
-            (load_beside, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
+            (load_adapter, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
                            PARTS, BOX_M, BLOCK_N, RANK)),
         ][: 1 + COPIES],
         [1, 1][:COPIES],
@@ -376,7 +376,7 @@ def rows_matmul(
         return out
     rank = 0 if adapter is None else adapter.up.shape[1]
     if tiles is None:
-        tiles = (tiles_beside(rows, n, rank) if rank else None) or tiles_for(rows, n)
+        tiles = (fused_tiles(rows, n, rank) if rank else None) or tiles_for(rows, n)
     b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
     # No more rows than X has, since a box past the end of an array is slow; at least 16.
     box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))

@@ -40,7 +40,7 @@ from jetrl.precision.hopper.adapter import (
     DOWN_PROGRAM_REGISTERS,
     AdapterOperands,
     down_program_bytes,
-    load_beside,
+    load_adapter,
     wait_for_rows,
 )
 from jetrl.precision.nvfp4 import BLOCK, UNIT, OrderedNVFP4, RowFactors, parts_of
@@ -51,7 +51,7 @@ from jetrl.precision.triton.launch import (
     gluon_let_next_start,
     overlapped,
     program_bytes,
-    room_beside,
+    remaining_bytes,
 )
 from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.nvfp4_unpack import (
@@ -100,11 +100,11 @@ class Tiles:
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
     """Return the maximum shared memory of a program, in bytes; rank 0 means no adapter."""
-    stage, beside = _stage_and_beside(tiles, rows, parts, rank)
+    stage, beside = _stage_and_other_bytes(tiles, rows, parts, rank)
     return program_bytes(tiles.rounds, stage, beside)
 
 
-def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
+def _stage_and_other_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
     """Return the bytes of a stage of all rings, and the bytes of the sums and the adapter."""
     rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
     stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * BARRIER
@@ -120,7 +120,7 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
     """Return tiles with as many stages as fit `room` bytes of shared memory, at least 2."""
-    stage, beside = _stage_and_beside(tiles, rows, parts, rank)
+    stage, beside = _stage_and_other_bytes(tiles, rows, parts, rank)
     return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, beside, room))
 
 
@@ -150,7 +150,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
-def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
+def fused_tiles(rows: int, n: int, parts: int, rank: int) -> Tiles:
     """Return the tiles for a GEMM with a fused adapter.
 
     They leave room on each SM for the tiles of u and B, and for a program of the GEMM with A.
@@ -161,7 +161,7 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     # Programs per SM, limited by the number of programs and by registers.
     most = _REGISTERS // (threads * tiles.registers)
     programs = min(cdiv(programs, MULTIPROCESSORS), most)
-    room = room_beside(SHARED_MEMORY, down_program_bytes(rows), programs)
+    room = remaining_bytes(SHARED_MEMORY, down_program_bytes(rows), programs)
     tiles = _with_stages_in(room, tiles, rows, parts, rank)
     registers = (_REGISTERS - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
     return replace(tiles, registers=min(tiles.registers, registers))
@@ -233,7 +233,7 @@ def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _added(
+def _up_tile(
     u_smem, b_smem, side: gl.constexpr, layout: gl.constexpr, BLOCK_M: gl.constexpr,
     UNITS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
@@ -275,7 +275,7 @@ def store_product(
     y = total.to(y_ptr.dtype.element_ty)
     if RANK > 0:
         mbarrier.wait(beside.index(0), 0)
-        added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
+        added = _up_tile(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
         both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
         y = gl.where(first >= 0, both, y)
     gl.store(y_ptr + m.to(gl.int64) * N + n, y, mask=(n < limit) & (m < M))
@@ -328,7 +328,7 @@ def _add_product(x_smem, weight, total, mma: gl.constexpr):
 
 
 @gluon.jit
-def _leave(left, SYNC: gl.constexpr):
+def _release_stage(left, SYNC: gl.constexpr):
     """Release a stage once all warps have read it.
 
     A barrier does not order a TMA load after ordinary loads of X that are still in flight: without
@@ -380,7 +380,7 @@ def _sum(
                 else:
                     second = _add_product(x, weight, second, mma)
         if SYNC:
-            _leave(left.index(slot), SYNC)
+            _release_stage(left.index(slot), SYNC)
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
@@ -389,7 +389,7 @@ def _sum(
         first = _weight_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
-            _leave(left.index(slot), SYNC)
+            _release_stage(left.index(slot), SYNC)
         if PARTS > 1:  # noqa: SIM102 (a compile-time condition)
             if (stage + 1) % part_stages == 0:
                 second += total  # sum of finished parts
@@ -411,7 +411,7 @@ def _work(
     """Run the role of one warp partition: multiply for a ring or side, or load operands."""
     COPIES: gl.constexpr = RINGS * SIDES  # index of the first loading warp
     if place == COPIES + 2:
-        load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
+        load_adapter(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
                     SIDES, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
     elif place == COPIES + 1:
         load_rows(x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS,
@@ -549,7 +549,7 @@ def nvfp4_rows_matmul(
     parts, columns = parts_of(n, k)
     rank = 0 if adapter is None else adapter.up.shape[1]
     if tiles is None:
-        tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+        tiles = fused_tiles(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
     block_m, rings, chains = tiles.block_rows(rows), tiles.rings(parts), tiles.chains(parts)
     each, blocks = tiles.group // chains, w.codes.shape[0] // 16
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)

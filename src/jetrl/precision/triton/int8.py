@@ -105,7 +105,6 @@ def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.cons
 def _rows_kernel(
     x_ptr, codes_ptr, scales_ptr, row_stride, K: gl.constexpr, FLOOR: gl.constexpr
 ):  # fmt: skip
-    """Quantize one row."""
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     row = gl.program_id(0)
     columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
@@ -261,7 +260,7 @@ def _squares_kernel(
     gl.store(turned_scales_ptr + column * turned_scale_stride + block, scale)
     turned = gl.convert_layout((w * multiplier).to(turned_ptr.dtype.element_ty), tile.TURNED)
     stride = (num_rows + 127) // 128 * 128 if RAGGED else num_rows
-    tile.store_turned(turned_ptr, turned, block, column, num_columns, stride)
+    tile.store_transposed(turned_ptr, turned, block, column, num_columns, stride)
 
 
 def int8_squares_turned(w: QTensor) -> QTensor:

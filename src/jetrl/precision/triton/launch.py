@@ -40,7 +40,7 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
     return min(fastest, max(2, (room - program_bytes(0, stage, beside)) // stage))
 
 
-def room_beside(shared_memory: int, other: int, programs: int = 1) -> int:
+def remaining_bytes(shared_memory: int, other: int, programs: int = 1) -> int:
     """Return the bytes left per program if `programs` share an SM with one that uses `other`."""
     return (shared_memory - other) // programs - _OF_SYSTEM
 

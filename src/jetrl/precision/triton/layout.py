@@ -114,7 +114,7 @@ def empty_token_groups(
     return QTensor(codes.mT, scales, (FP8_BLOCK, 1))
 
 
-def empty_turned_squares(
+def empty_transposed_blocks(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
     """Return uninitialized 128 x 128 groups of [tokens rounded up to a multiple of 128, columns].

@@ -30,7 +30,7 @@ from jetrl.precision.triton.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,
-    empty_turned_squares,
+    empty_transposed_blocks,
     empty_weight,
     is_ragged,
     whole_groups,
@@ -164,7 +164,7 @@ def _square_kernel(
     """Quantize a tile as one 128 x 128 group, and store it transposed."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
-    tile.store_square_turned(
+    tile.store_block_transposed(
         y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
         MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _turn_kernel(
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
     turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
-    tile.store_turned(turned_codes_ptr, turned, block, column, num_columns, num_rows)
+    tile.store_transposed(turned_codes_ptr, turned, block, column, num_columns, num_rows)
     one = gl.arange(0, 128, tile.LINE)
     scale = gl.load(scales_ptr + block * scale_stride + column + 0 * one)
     places = column * turned_scale_stride + block + one
@@ -285,7 +285,7 @@ def quantize_squares(x: Tensor, scales: str = DEFAULT_SCALES) -> QTensor:
     """
     assert (x.dtype, x.stride(1)) == (torch.bfloat16, 1)
     num_rows, num_columns = x.shape
-    out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
+    out = empty_transposed_blocks(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if num_rows:
         _square_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](

@@ -237,7 +237,7 @@ def to_codes(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
+def store_transposed(codes_ptr, codes, block, column, num_columns, padded_rows):
     """Store a tile of codes [128, 128] in TURNED, transposed, to [num_columns, padded_rows]."""
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TURNED))
@@ -285,11 +285,11 @@ def store_groups(
         gl.store(tile_places(row_codes_ptr, block, column, width), codes, mask=mask)
     turned = gl.convert_layout(wide, TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
-    store_turned(token_codes_ptr, codes, block, column, num_columns, padded_tokens)
+    store_transposed(token_codes_ptr, codes, block, column, num_columns, padded_tokens)
 
 
 @gluon.jit
-def store_square_turned(
+def store_block_transposed(
     y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
@@ -305,4 +305,4 @@ def store_square_turned(
     gl.store(scales_ptr + (column.to(gl.int64) * scale_stride + block), scale)
     turned = gl.convert_layout(widen(y), TURNED, assert_trivial=True)
     codes = (turned * multiplier).to(codes_ptr.dtype.element_ty)
-    store_turned(codes_ptr, codes, block, column, num_columns, padded_rows)
+    store_transposed(codes_ptr, codes, block, column, num_columns, padded_rows)
