@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness import Load, RolloutLines, Row, begins, make_samples, random_rewards
-from benchmarks.parity import make_policy, options_of
+from benchmarks.harness import RolloutLines, Row, begins
+from benchmarks.loads import Load, make_samples, random_rewards
+from benchmarks.policies import make_policy, options_of
 from benchmarks.rollout import capture_graphs, capture_largest
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree

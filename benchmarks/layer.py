@@ -23,18 +23,11 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from benchmarks.harness import (
-    Row,
-    add_adapter_argument,
-    add_tokens_argument,
-    mark,
-    milliseconds_between,
-    print_table,
-    watched,
-)
+from benchmarks.harness import Row, add_adapter_argument, add_tokens_argument, print_table
 from benchmarks.operations import Operation
-from benchmarks.parity import plan_of
+from benchmarks.policies import plan_of
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import mark, milliseconds_between, watched
 from torch import Tensor
 
 from jetrl.kernels import hopper

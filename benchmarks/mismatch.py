@@ -28,7 +28,8 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
-from benchmarks.parity import make_policy, prompts_of
+from benchmarks.parity import prompts_of
+from benchmarks.policies import make_policy
 from benchmarks.study.deviation import SamplerDeviation
 
 from jetrl.errors import UserError

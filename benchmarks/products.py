@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from benchmarks.harness import Row, add_tokens_argument, begins, seconds_eager, seconds_per_call
+from benchmarks.harness import Row, add_tokens_argument, begins
 from benchmarks.operations import Operation, main
-from benchmarks.parity import plan_of
+from benchmarks.policies import plan_of
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import seconds_eager, seconds_per_call
 
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,17 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.harness import (
-    TAILED,
     Row,
     add_adapter_argument,
     add_shape_arguments,
     bench_parser,
     command_typed,
-    copy_bandwidth,
-    idle_pieces,
-    kernel_rows,
     print_table,
-    tailed_load,
-    totals,
     write_results,
 )
-from benchmarks.parity import add_plan_argument, make_policy, plan_words, plans_of
+from benchmarks.loads import TAILED, tailed_load
+from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
+from benchmarks.timing import copy_bandwidth, idle_pieces
 
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
@@ -321,6 +318,40 @@ _LISTED = 20  # kernels of a profile
 def kind_of(kernel: str) -> str:
     """Return the kind of a kernel of a forward."""
     return next((kind for name, kind in _KINDS.items() if name in kernel), "other")
+
+
+def totals(
+    events: Sequence[Any], kind_of: Callable[[str], str]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return microseconds and launches per kernel, and per kind of kernel as `= kind`."""
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.device_time > 0:
+            for name in (event.name, f"= {kind_of(event.name)}"):
+                times[name] += event.device_time
+                counts[name] += 1
+    return times, counts
+
+
+def kernel_rows(
+    heading: str, times: dict[str, float], counts: dict[str, int], forwards: int, listed: int
+) -> list[Row]:
+    """Return a row per kind of kernel, then rows of the slowest kernels."""
+    total = sum(time for name, time in times.items() if name.startswith("= "))
+    names = sorted(times, key=lambda name: -times[name])
+    kinds = [name for name in names if name.startswith("= ")]
+    kernels = [name for name in names if not name.startswith("= ")]
+    return [
+        {
+            heading: name[:60],
+            "us_a_forward": round(times[name] / forwards, 1),
+            "share": round(times[name] / total, 3),
+            "launches": round(counts[name] / forwards, 2),
+            "us_each": round(times[name] / max(1, counts[name]), 2),
+        }
+        for name in (*kinds, *kernels[:listed])
+    ]
 
 
 def profile_rows(profiler: Any) -> list[Row]:

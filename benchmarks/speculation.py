@@ -35,17 +35,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from benchmarks.harness import (
-    LOADS,
-    Load,
     Row,
     add_shape_arguments,
     bench_parser,
     command_typed,
-    load_text,
     print_table,
     write_results,
 )
-from benchmarks.parity import make_policy
+from benchmarks.loads import LOADS, Load, load_text
+from benchmarks.policies import make_policy
 from torch import Tensor
 
 from jetrl.kernels.decode_state import MAX_DRAFT, UNKNOWN, DecodeState, Drafts

@@ -18,7 +18,7 @@ weights move (sampling with few tokens, then training), and one step that is mea
 
 Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
 optimizer (flow.py), and samples all sequences together; where memory has no room for their pages
-the youngest wait. MFU is the model's FLOPs (harness.py) over the time and over the rate of a large
+the youngest wait. MFU is the model's FLOPs (loads.py) over the time and over the rate of a large
 BF16 product, measured in the same run; so too under an FP8 plan.
 
 Under torchrun the step is that of all ranks: each samples its share of the prompts, and all train
@@ -59,7 +59,6 @@ from typing import Any
 import torch
 from benchmarks.flow import Choices, Flow, policy_of
 from benchmarks.harness import (
-    Load,
     Row,
     add_adapter_argument,
     add_load_arguments,
@@ -67,14 +66,12 @@ from benchmarks.harness import (
     begins,
     bench_parser,
     command_typed,
-    copy_bandwidth,
     load_of,
-    load_text,
-    matrix_limit,
     print_table,
     write_results,
 )
-from benchmarks.parity import add_plan_argument, plans_of
+from benchmarks.loads import Load, load_text
+from benchmarks.policies import add_plan_argument, plans_of
 from benchmarks.step_parts import (
     PARTS,
     Known,
@@ -89,6 +86,7 @@ from benchmarks.step_parts import (
     warmed,
     without_exchange,
 )
+from benchmarks.timing import copy_bandwidth, matrix_limit
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError

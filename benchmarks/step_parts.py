@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from benchmarks.flow import Choices, Flow, codes_of, share_changed
-from benchmarks.harness import Load, Row, flops
-from benchmarks.parity import plan_words
+from benchmarks.harness import Row
+from benchmarks.loads import Load, flops
+from benchmarks.policies import plan_words
 from torch import Tensor
 
 from jetrl.distributed.shards import Shard

@@ -27,22 +27,18 @@ from typing import Any
 import torch
 from benchmarks.flow import Choices, Flow, policy_of, with_logprobs
 from benchmarks.harness import (
-    Load,
     Row,
     add_load_arguments,
     bench_parser,
     command_typed,
-    flops,
-    idle_pieces,
     load_of,
-    mark,
-    milliseconds_between,
     print_table,
-    watched,
     write_results,
 )
-from benchmarks.parity import plan_words, plans_of
+from benchmarks.loads import Load, flops
+from benchmarks.policies import plan_words, plans_of
 from benchmarks.step import add_arguments, choices_of, limit_of
+from benchmarks.timing import idle_pieces, mark, milliseconds_between, watched
 
 import jetrl.training.trainer as trainer_module
 from jetrl.kernels import logprob_triton

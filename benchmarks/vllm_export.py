@@ -39,7 +39,7 @@ PLANS = ("jet", "unified", "int8", "mixed", "bf16", "fp32")
 def write_ours(args: argparse.Namespace) -> None:
     """Write the export, the prompts, and the log-probs of each plan, into the folder --work."""
     import torch
-    from benchmarks.parity import make_policy
+    from benchmarks.policies import make_policy
 
     from jetrl import Policy
     from jetrl.cli.opening import open_policy

@@ -47,17 +47,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness import (
-    TAILED,
-    Row,
-    command_typed,
-    copy_bandwidth,
-    print_table,
-    tailed_load,
-    write_results,
-)
+from benchmarks.harness import Row, command_typed, print_table, write_results
+from benchmarks.loads import TAILED, tailed_load
 from benchmarks.rollout import warm_lengths
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import copy_bandwidth
 
 PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 LINEARS = ("none", "fp8", "fp8_per_block", "fp8_per_channel")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.commit import commit
+from benchmarks.policies import plan_of, plan_words
 
 from benchmarks import parity
 
@@ -25,7 +26,7 @@ def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_read_with_its_options() -> None:
-    plan = parity.plan_of("int8 kv=bf16 grad_output=e4m3 last_layers_bf16=2 pinned_sums=true")
+    plan = plan_of("int8 kv=bf16 grad_output=e4m3 last_layers_bf16=2 pinned_sums=true")
     assert (plan.kv, plan.grad_output, plan.last_layers_bf16) == ("bf16", "e4m3", 2)
-    for words in (parity.plan_words(plan), "unified base=nvfp4"):
-        assert parity.plan_words(parity.plan_of(words)) == words
+    for words in (plan_words(plan), "unified base=nvfp4"):
+        assert plan_words(plan_of(words)) == words

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.harness import load_text
-from benchmarks.parity import make_policy
+from benchmarks.loads import load_text
+from benchmarks.policies import make_policy
 from benchmarks.speculation import Drafting, run_case
 
 

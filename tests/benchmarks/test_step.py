@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.flow import Choices, policy_of
-from benchmarks.harness import Load, flops
+from benchmarks.loads import Load, flops
 from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
 from benchmarks.step_parts import tensor_digest

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import torch
-from benchmarks.harness import make_samples
+from benchmarks.loads import make_samples
 from small_models import config, make_policy
 
 from jetrl import Policy, RolloutEngine, SamplingParams

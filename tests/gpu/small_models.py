@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks.harness import make_samples
+from benchmarks.loads import make_samples
 
 from jetrl import Policy
 from jetrl.precision import PrecisionPlan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.harness import make_samples
+from benchmarks.loads import make_samples
 from small_models import config, make_policy
 
 from jetrl import Policy, RolloutEngine, SamplingParams

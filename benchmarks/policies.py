@@ -1,0 +1,105 @@
+"""The policies of benchmarks: a plan given as words, and random weights of a shape."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from benchmarks.harness import begins
+from benchmarks.shapes import SHAPES
+
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig
+from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
+from jetrl.precision import PrecisionPlan
+from jetrl.session.compiling import compiled_ahead
+from jetrl.settings.loading import load_config
+from jetrl.settings.presets import DEFAULT_PRESET
+from jetrl.settings.sections import RolloutSettings
+
+ALPHA = 32.0  # of adapters
+
+
+def plan_of(words: str) -> PrecisionPlan:
+    """Return the plan given by a preset and options, such as `int8 kv=bf16 grad_output=e4m3`."""
+    preset, *options = words.split()
+    keys = [f"precision.{word}" for word in (f"preset={preset}", *options)]
+    keys += ["adapter.kind=lora"] if "base=nvfp4" in options else []  # which needs an adapter
+    return PrecisionPlan.from_settings(load_config(None, keys).precision)
+
+
+def options_of(plan: PrecisionPlan) -> dict[str, str]:
+    """Return the options of a plan that differ from its preset, as text."""
+    preset, given = vars(PrecisionPlan.preset(plan.name)), vars(plan)
+    names = (field.name for field in dataclasses.fields(plan))
+    return {name: str(given[name]).lower() for name in names if given[name] != preset[name]}
+
+
+def plan_words(plan: PrecisionPlan) -> str:
+    """Return a plan as `plan_of` reads it."""
+    return " ".join([plan.name, *(f"{key}={value}" for key, value in options_of(plan).items())])
+
+
+def add_plan_argument(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add --plan, which `plans_of` reads.
+
+    Args:
+        others: Plans to measure before the default plan if --plan is not given.
+    """
+    plans = (*others, DEFAULT_PRESET)
+    parser.add_argument(
+        "--plan",
+        action="append",
+        help="a preset and options of [precision], as 'int8 kv=bf16', or 'unified base=nvfp4' with "
+        f"--adapter-rank; repeatable; default: {', '.join(plans)}",
+    )
+    parser.set_defaults(plans=plans)
+
+
+def plans_of(args: argparse.Namespace) -> Sequence[str]:
+    """Return the plans of --plan, in the notation of `plan_of`."""
+    return [plan_words(plan_of(words)) for words in args.plan or args.plans]
+
+
+def make_policy(
+    shape: str,
+    plan: str,
+    device: str,
+    layers: int | None,
+    adapter_rank: int = 0,
+    speculation: bool = False,
+) -> Policy:
+    """Return a policy with random weights, whose logits have a standard deviation of about 2.
+
+    Args:
+        device: "cuda" or "cpu".
+        plan: A preset and its options, as of `plan_of`.
+        layers: Decoder layers; None: the shape's own.
+        adapter_rank: The rank of adapters with random A and B on a frozen base; 0: all parameters
+            are trained.
+    """
+    config = dict(SHAPES[shape])
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
+    chosen = plan_of(plan)
+    shape_of = ModelConfig.from_hf(config)
+    adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
+    source = ModelSource.from_seed(shape_of, 0, adapter=adapter)
+    rollout = RolloutSettings(speculation="auto" if speculation else "off")
+    with compiled_ahead(source, chosen, device, rollout):
+        policy = Policy(source, chosen, device)
+        begins("the weights are made; waiting for kernels that are compiled beside them")
+    if adapter is None:
+        return policy
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith("lora_B"):
+                master.normal_(0.0, 0.02, generator=generator)
+    policy.requantize()
+    return policy
