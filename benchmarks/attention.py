@@ -3,11 +3,11 @@ r"""Speed of attention on one GPU: decode, training forward, prefill and backwar
     jetrl bench attention [--shape qwen3-8b] [--parts decode packed prefill torch] \
         [--kv fp8 int8 bf16] [--out FILE]
 
-Medians of repeated runs. Decode rotates among enough caches to exceed the L2, in a CUDA graph, and
-counts the bytes of keys, values and scales once; the rest counts the floating-point operations of
-causal attention (4 T^2 H D / 2 forward, 2.5 times that backward). The bits of decode and training
-are compared first. torch's own kernels, BF16, stand beside ours. A first run mostly compiles, one
-kernel after the other: parts started side by side fill the cache sooner.
+Times are medians of repeated runs. Decode alternates between enough caches to exceed the L2 cache,
+in a CUDA graph; its rate counts the bytes of keys, values and scales once. Other rates count the
+FLOPs of causal attention (4 T^2 H D / 2 forward, 2.5 times that backward). The bits of decode and
+training are compared first. `torch` measures torch's own BF16 kernels. A first run mostly compiles
+kernels, one after the other; several processes with different --parts fill the cache faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KV_CHOICES = [*KV, "int8+fp8", "fp8+int8"]
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model: of queries, of keys and values, and their size."""
+    """The numbers of query heads and KV heads of a model, and their size."""
 
     queries: int
     groups: int
@@ -76,7 +76,7 @@ def milliseconds(f: Callable[[], Any]) -> float:
 
 
 def check_bits(kv: str) -> int:
-    """Count elements that differ between decode and the training forward, at 64 of 5000 tokens."""
+    """Count elements that differ between decode and the training forward at 64 of 5000 tokens."""
     tokens = 5000
     q, codes = QWEN3_8B.random_queries(tokens), QWEN3_8B.random_codes((tokens,), kv)
     tiles = QueryTiles.packed([0, tokens], "cuda")
@@ -147,7 +147,7 @@ def bench_packed(heads: Heads, sequences: int, length: int, kv: str) -> Row:
 
 
 def bench_torch(heads: Heads, sequences: int, length: int, backend: SDPBackend) -> Row:
-    """Return the row of one of torch's own kernels, in BF16."""
+    """Return the row of one of torch's BF16 kernels."""
     q = heads.random_queries(sequences * length).unflatten(0, (sequences, length)).transpose(1, 2)
     k, v = (
         torch.randn(q.shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)
@@ -189,7 +189,7 @@ def different(args: argparse.Namespace) -> int:
 
 
 def attention_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the chosen parts, in each format of keys and values."""
+    """Yield the rows of the chosen parts, for each format of the KV cache."""
     config = ModelConfig.from_hf(SHAPES[shape])
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     measures = (bench_decode, DECODE), (bench_packed, FORWARD), (bench_prefill, PREFILL)

@@ -1,13 +1,12 @@
-"""A policy with what samples from it and what trains it, at the shape of a real model.
+"""A policy with its sampler and its trainer, at the shape of a real model.
 
-The parts are those of a run: `RolloutEngine`, `Trainer`, and between them the cache that is given
-back before an update. Memory decides how large a micro-batch may be: the most whole sequences, up
-to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
-beside the optimizer's states and 256 MiB that stay free. Where not even one sequence fits, layers
-are recomputed.
+The parts are those of a run: `RolloutEngine` and `Trainer`, with the KV cache freed before an
+update. Trials find the largest micro-batch, in whole sequences and up to 16384 tokens: two
+micro-batches (the second adds to existing gradients) must run next to the optimizer states, with
+256 MiB to spare. If not even one sequence fits, layers are recomputed.
 
-Of several ranks each samples its share of the prompts, as in a run, and all train together. There
-the memory plan decides how large a micro-batch is, instead of trials.
+With several ranks, each samples its share of the prompts and all train together, as in a run. The
+memory plan sizes the micro-batches then, without trials.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ _WARM_TOKENS = 24  # of each completion of the rollout that warms up
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices that are the same for all plans of a benchmark.
+    """The choices common to all plans of a benchmark.
 
     Attributes:
-        shape: A name of `jetrl.models.families`.
+        shape: A name of `benchmarks.shapes.SHAPES`.
         device: "cuda", or "cpu" to try the benchmark out.
         layers: Decoder layers; None: the shape's own.
         tokens_per_micro_batch: Tokens; None: the largest micro-batch that fits.
-        max_batch_size: Sequences sampled together by a rank; None: all.
+        max_batch_size: Sequences that a rank samples together; None: all.
         train: Further settings of [train].
-        warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
+        warm_micro_batches: Micro-batches of the warm-up's update; None: two per rank. The weights
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
     """
@@ -85,7 +84,7 @@ def policy_of(plan: str, choices: Choices) -> Policy:
 
 
 class _Tried(MicroBatchSize):
-    """A size of micro-batches that is not halved while the benchmark tries whether it fits."""
+    """A micro-batch size that is not halved while the benchmark tries whether it fits."""
 
     tried = True
 
@@ -99,7 +98,7 @@ class Flow:
     """A policy's sampler and trainer under a load.
 
     Attributes:
-        captured: How many graphs the warm-up captured, and the seconds that this took.
+        captured: The number of graphs that the warm-up captured, and the seconds that it took.
     """
 
     def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
@@ -124,10 +123,10 @@ class Flow:
     # The phases of a step
 
     def sample(self, seed: int, response_length: int | None = None) -> list[Completion]:
-        """Return completions of this rank's random prompts, drawn to their full lengths.
+        """Return full-length completions of this rank's random prompts.
 
         Args:
-            response_length: Tokens of a completion at most; None: those of the load.
+            response_length: The maximum tokens per completion; None: those of the load.
         """
         load = self.load
         prompts = load.random_prompts(self.vocabulary, seed)
@@ -142,7 +141,7 @@ class Flow:
         return self.engine.generate(own, params, progress=RolloutLines(), options=options)
 
     def _own_lengths(self) -> list[int]:
-        """Return the tokens of each of this rank's completions, those of a prompt side by side."""
+        """Return the tokens of each of this rank's completions, grouped by prompt."""
         lengths, each = self.load.response_lengths(), self.load.samples
         return [n for i in self._own for n in lengths[i * each : (i + 1) * each]]
 
@@ -167,7 +166,7 @@ class Flow:
     def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Return the trainer's log-probs of each completion, by a forward without gradients.
 
-        A flow whose sampler's log-probs are not its trainer's needs this pass. Ranks divide it.
+        Ranks share the work. A flow whose sampler and trainer differ needs this pass.
         """
         logprobs: list[list[float]] = [[] for _ in samples]
         batches = pack(samples, max(MOST_TOKENS, self.load.length))
@@ -180,15 +179,12 @@ class Flow:
         return logprobs
 
     def update(self, samples: Sequence[Sample]) -> TrainedStep:
-        """Make the trainer's step, once the memory of the rollout's pages is given back."""
+        """Free the rollout's pages, then run the trainer's step."""
         self.give_pages_back()
         return self.trainer.step(samples)
 
     def give_pages_back(self) -> None:
-        """Give the memory of the rollout's pages back, as a run does before other models' work.
-
-        The peak of memory counts from here on: the pages belong to the rollout's.
-        """
+        """Free the rollout's pages, as a run does before training, and reset the memory peak."""
         if self.policy.device.type == "cuda":
             self.engine.free_cache()
             reset_peak()
@@ -196,14 +192,11 @@ class Flow:
     # What comes before they are measured
 
     def warm_up(self, training: bool = True) -> None:
-        """Run everything once, and leave sampler and trainer as after the update of a step.
-
-        Kernels are compiled, decode's graphs are captured, and the weights have moved.
-        """
+        """Run everything once: compile kernels, capture decode graphs, change the weights."""
         if training:
-            # Micro-batches are tried beside the memory of the largest graph. The others come
-            # later: where the optimizer's states leave fewer pages, there is a new cache then,
-            # without graphs.
+            # Micro-batches are tried next to the memory of the largest graph. The other graphs
+            # are captured later, because the optimizer states may leave fewer pages: then there
+            # is a new cache, without graphs.
             begins("the largest graph of decode")
             self._capture(largest=True)
             self.engine.free_cache()
@@ -216,7 +209,7 @@ class Flow:
         self.engine.free_cache()
 
     def _capture(self, largest: bool = False) -> None:
-        """Capture the decode graphs of the load, in a cache of as many pages as the load takes."""
+        """Capture the decode graphs of the load, in a cache with as many pages as it needs."""
         engine, load = self.engine, self.load
         if self.policy.device.type != "cuda":
             return
@@ -232,10 +225,10 @@ class Flow:
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
     def synthetic(self, sequences: int, seed: int, each: int = 1) -> list[Sample]:
-        """Return samples of the load's lengths that nobody drew, without log-probs: one group.
+        """Return random samples of the load's lengths in one group, with log-probs of 0.
 
         Args:
-            each: Samples that share a prompt.
+            each: The number of samples per prompt.
         """
         load = self.load
         sizes = (load.prompt_length, load.response_length)
@@ -250,7 +243,7 @@ class Flow:
         return [replace(sample, group=0) for sample in samples]
 
     def _of_each_size(self, shared: bool) -> Iterator[list[Sample]]:
-        """Yield samples of the first micro-batches of each size that the load is packed into."""
+        """Yield the samples of the first micro-batches of each packed size."""
         samples_each = self.load.samples if shared else 1
         samples = self.synthetic(self.load.sequences, seed=2, each=samples_each)
         shares = shares_prompts(self.trainer.settings.train.share_prompts, samples)
@@ -262,13 +255,12 @@ class Flow:
             yield [samples[i] for ids in batches[: self._warm] for i in ids]
 
     def fit(self, shared: bool = True) -> None:
-        """Make the trainer with the largest micro-batch that fits, and have it make updates.
+        """Create the trainer with the largest micro-batch that fits, and run warm-up updates.
 
-        The last ones have the sizes of the step's micro-batches, which may have kernels of their
-        own.
+        The last updates have each micro-batch size of the step, since sizes may select kernels.
 
         Args:
-            shared: Whether the samples of a prompt of the load share it.
+            shared: Whether the samples of a prompt share it.
         """
         load = self.load
         given, length = self._choices.tokens_per_micro_batch, load.length
@@ -334,13 +326,13 @@ class Flow:
         return fits
 
     def expected(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Return samples with the log-probs that the trainer expects of an exact plan's sampler."""
+        """Return the samples, for an exact plan with the log-probs that its trainer checks."""
         if not self.policy.plan.exact:
             return samples
         return with_logprobs(samples, self.old_logprobs(samples))
 
     def _train_on(self, samples: Sequence[Sample], trainer: Trainer) -> None:
-        """Make a step on samples that nobody drew."""
+        """Run a step on synthetic samples."""
         trainer.step(self.expected(samples))
 
     def _settings(self, tokens: int, checkpointing: bool, for_plan: bool = False) -> Settings:
@@ -369,10 +361,10 @@ class Flow:
     # Measuring
 
     def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds and the result of a function; keep its peak in `peaks`.
+        """Return the seconds and the result of a function, and record its memory peak.
 
-        All ranks begin together, and each has its own seconds. They are printed at once, since a
-        later phase of a large model may run out of time.
+        All ranks start together, and each returns its own seconds. They are printed at once, since
+        a later phase may be interrupted.
         """
         world().barrier(phase)
         begins(phase)
@@ -401,9 +393,9 @@ def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]
 
 
 def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
-    """Return copies, in CPU memory, of the quantized weights of every twelfth layer.
+    """Return CPU copies of the quantized weights of every twelfth layer, by name.
 
-    They are uint8 for FP8 codes and int16 for BF16, by the name of the linear layer.
+    8-bit codes are uint8, BF16 weights int16.
     """
     copies = {}
     for layer in list(policy.decoder.layers)[::every]:
@@ -416,6 +408,6 @@ def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
 
 
 def share_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """Return the share of the elements that differ."""
+    """Return the fraction of elements that differ."""
     different = sum(int((after[name] != bits).sum()) for name, bits in before.items())
     return different / sum(bits.numel() for bits in before.values())

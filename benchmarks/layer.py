@@ -1,17 +1,16 @@
-"""A decoder layer, forward and backward: FP8 against BF16, and what exactness costs.
+"""A decoder layer, forward and backward: 8-bit plans against BF16, and the price of exactness.
 
     jetrl bench layer [--shape qwen3-8b] [--tokens 16384] [--length 4096] [--out FILE]
 
-Rows: `bf16` (the strongest BF16 form: plain GEMMs, the fastest attention of torch, fused norms),
-`mixed`, `jet`, `unified`, `int8` and two settings of it, and `unified, fastest attention`: the same
-flow with the attention of the `bf16` row, which keeps no promise. That row against `unified` is the
-price of exactness. Every row's bits with and without gradients are compared first. With
-`--adapter-rank 32` each row comes twice: with weights that are trained, and with adapters on frozen
-weights.
+Rows: `bf16` (the fastest BF16 layer: plain GEMMs, torch's fastest attention, fused norms), `mixed`,
+`jet`, `unified`, `int8` with variants, and `unified, fastest attention`: `unified` with the
+attention of the `bf16` row, which is not exact. The difference of the last one from `unified` is
+the price of exactness. Each row first compares bits with and without gradients. `--adapter-rank 32`
+measures each row twice: with trained weights, and with adapters on frozen weights.
 
-Times are medians over layer passes that follow each other without a pause, between CUDA events;
-weights and activations together are far larger than the cache. FLOPs: 2 for each multiply and add
-of the linears, forward and twice backward, and of the causal half of attention, 1 + 2.5 times.
+Times are medians over back-to-back passes, between CUDA events. Weights and activations exceed the
+cache by far. FLOPs are 2 per multiply-add of the linears (forward, and twice that backward) and of
+the causal half of attention (forward, and 2.5 times that backward).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
 
 WARM, REPEATS = 2, 10  # passes; on a CPU one is timed
 
-# The modules that call operations by name, for the shares of time.
+# Modules and the operations that they call by name, for the time per operation.
 OPERATIONS = {
     layer_fused: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
@@ -81,7 +80,7 @@ OPERATIONS = {
 
 
 class LayerBench:
-    """A layer of a shape under a plan, with its inputs.
+    """A decoder layer of a shape under a plan, with random inputs.
 
     Args:
         rank: The rank of adapters on frozen weights; 0: the weights are trained.
@@ -110,7 +109,7 @@ class LayerBench:
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return (x, delta) [T, D] after the layer."""
+        """Return the layer's outputs x and delta, [T, D] each."""
         decoder = self.policy.decoder
         exponents = None if decoder.exponents is None else decoder.exponents[0]
         rotation = Rotation(self.positions, decoder.rotary_table, exponents)
@@ -124,12 +123,12 @@ class LayerBench:
         torch.autograd.backward(out, (self.dx, self.ddelta))
 
     def clear(self) -> None:
-        """Drop the gradients of inputs and weights."""
+        """Clear the gradients of inputs and weights."""
         for tensor in (self.x, self.delta, *self.policy.master_weights().values()):
             tensor.grad = None
 
     def flops(self) -> dict[str, float]:
-        """Return the floating-point operations of the forward and of the backward."""
+        """Return the floating-point operations of forward and backward."""
         c = self.policy.config
         linears = (m for m in self.layer.modules() if isinstance(m, linear.Linear))
         weights = sum(layer.weight.numel() for layer in linears)
@@ -148,7 +147,7 @@ def different_without_gradients(bench: LayerBench) -> int:
 
 
 def milliseconds(bench: LayerBench, accumulate: bool) -> tuple[float, float]:
-    """Return the median milliseconds of the forward and of the backward."""
+    """Return the median milliseconds of forward and backward."""
     measured = []
     for _ in range(WARM + (REPEATS if torch.cuda.is_available() else 1)):
         if not accumulate:
@@ -166,7 +165,7 @@ def milliseconds(bench: LayerBench, accumulate: bool) -> tuple[float, float]:
 
 
 def shares(bench: LayerBench) -> dict[str, float]:
-    """Return the milliseconds of each operation in a pass; the rest of the layer is `other`."""
+    """Return the milliseconds per pass of each operation; `other` is the rest of the layer."""
     functions = [
         (module, name, name, False) for module, names in OPERATIONS.items() for name in names
     ]
@@ -189,7 +188,7 @@ def shares(bench: LayerBench) -> dict[str, float]:
 
 
 def saved_bytes(bench: LayerBench) -> int:
-    """Return the bytes that a layer keeps for backward, where each storage counts once."""
+    """Return the bytes that a layer saves for backward; each storage counts once."""
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -204,11 +203,11 @@ def saved_bytes(bench: LayerBench) -> int:
 
 
 def saved_bytes_of_others(bench: LayerBench) -> int:
-    """Return the saved bytes that norms, rotary, attention and SwiGLU need themselves.
+    """Return the saved bytes of norms, rotary, attention and SwiGLU; the others are the linears'.
 
-    They are the two residual streams, qkv and the rotated queries, keys and values as stored, the
-    attention's output with its log-sum-exp, gate and up, and the norms' inverse rms: bfloat16 but
-    for codes and scales of keys and values. The other saved bytes are those of linears.
+    Saved are the two residual streams, qkv and the rotated queries, stored keys and values, the
+    attention output with its log-sum-exp, gate and up, and the inverse RMS of the norms. All are
+    bfloat16, except for the stored keys and values.
     """
     c = bench.policy.config
     heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv != "bf16"
@@ -262,16 +261,16 @@ def layer_rows(shape: str, args: argparse.Namespace) -> list[Row]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --tokens, --length, --row and --adapter-rank."""
     add_tokens_argument(parser)
-    parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--row", action="append", choices=ROWS, help="repeatable; default: all")
     add_adapter_argument(parser)
 
 
 def show(rows: list[Row]) -> None:
-    """Print the rows, and the time of each operation."""
+    """Print the rows, and the time per operation."""
     tables = {row["name"]: row["operations_ms"] for row in rows}
     print_table([{k: v for k, v in row.items() if k != "operations_ms"} for row in rows])
-    print("\nmilliseconds an operation")
+    print("\nmilliseconds per operation")
     operations = sorted({operation for table in tables.values() for operation in table})
     print_table(
         [

@@ -3,13 +3,13 @@ r"""Measure the causes of the mismatch between an FP8 sampler and a BF16 trainer
     jetrl bench mismatch --shape qwen3-8b --load 32x64x1500 --out mismatch.json
     jetrl bench mismatch --shape tiny --device cpu --load 8x24x150
 
-The sampler has FP8 weights, activations, keys and values and head, and an attention that begins a
-new sum every 256 keys. Then each of these five has the trainer's form in turn, the other four as
-they were. Then only one has the sampler's form, and four have the trainer's. Random weights, with
-peaked distributions; each row draws its own tokens, and the trainer computes their log-probs. A
-load is SEQUENCES x SAMPLED TOKENS x LONG, as of `jetrl bench parity`.
+The sampler differs from the trainer in five components: FP8 weights, FP8 activations, FP8 KV cache,
+FP8 head, and attention that starts a new partial sum every 256 keys. The next rows remove one
+difference each, and then keep only one each. Weights are random, with peaked distributions. Each
+row draws its own tokens, and the trainer computes their log-probs. A load is SEQUENCES x SAMPLED
+TOKENS x LONG, as in `jetrl bench parity`.
 
-The last rows are presets, and `bf16` with its sums pinned, which differs in no token.
+The last rows are presets, and `bf16` with a fixed reduction order, in which no token differs.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PRESETS = ("mixed", "alike", "jet", "unified", "bf16")
 
 
 def _preset(name: str) -> PrecisionPlan:
-    """Return a preset's plan with weights rounded to BF16 to nearest, as when it was measured."""
+    """Return a preset with BF16 weights rounded to nearest, as in the recorded results."""
     return PrecisionPlan.preset(name).replace(bf16_rounding="nearest")
 
 
 def plan_with(components: Sequence[str]) -> PrecisionPlan:
-    """Return a plan with a BF16 trainer, whose sampler has some components in another form."""
+    """Return a plan with a BF16 trainer and a sampler that differs in some components."""
     own = set(components)
     table: dict[str, Any] = {"linears": "bf16"}
     if {"weights", "activations"} <= own:
@@ -69,7 +69,7 @@ def plan_with(components: Sequence[str]) -> PrecisionPlan:
 
 
 def plans() -> dict[str, PrecisionPlan]:
-    """Return the plan of each row, by what the row is."""
+    """Return the plan of each row, by the row's name."""
     rows = {"all five in the sampler's form": plan_with(COMPONENTS)}
     for component in COMPONENTS:
         others = [other for other in COMPONENTS if other != component]
@@ -82,7 +82,7 @@ def plans() -> dict[str, PrecisionPlan]:
 
 
 def row_of(name: str, policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the mismatch of one policy: the numbers of `jetrl parity`."""
+    """Return the row of one policy, with the numbers of `jetrl parity`."""
     began = time.perf_counter()
     result = measure(
         policy,

@@ -1,10 +1,10 @@
-"""The fused kernels of a decoder layer against the memory that they must read and write.
+"""The fused kernels of a decoder layer, compared with the memory traffic that they need.
 
     jetrl bench norm [--shape qwen3-8b] [--out FILE]
 
-Kernels that run in decode are also measured at its numbers of rows, at which inputs come from the
-cache and most of the measured time is the launch. `share_of_copy` is of the rate of a copy. On a
-CPU the operations that have a reference run.
+Decode kernels are also measured at its row counts, where inputs are cached and most of the time is
+the launch. `share_of_copy` is relative to the bandwidth of a copy. On a CPU only operations with a
+reference run.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Fused:
     """A fused kernel on inputs that together exceed the cache.
 
     Attributes:
-        width: Of an input's rows.
-        row_bytes: What it must read and write per row.
+        width: The columns of an input.
+        row_bytes: The bytes that it must read and write per row.
         kernel: Its name in `kernels.backend.Kernels`.
-        reference: Computes its codes in plain PyTorch; None: there is no such function.
+        reference: The same codes in plain PyTorch; None: there is no such function.
     """
 
     name: str
@@ -147,7 +147,7 @@ def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[
 
 
 def norm_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of all kernels at --tokens, and of those of decode at its numbers of rows."""
+    """Yield the rows of all kernels at --tokens, and of decode kernels at its row counts."""
     kernels = kernels_of(torch.empty(0, device=args.device))
     for rows in (args.tokens, *DECODE_ROWS):
         for one in fused_kernels(shape, rows, args.device):
@@ -158,7 +158,7 @@ def norm_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def _groups_apart(ours: QTensor, true: QTensor) -> int:
-    """Count the bytes that differ, without rows of padding after the last token."""
+    """Count the bytes that differ, without the padding after the last token."""
     rows, blocks = true.codes.shape[0], true.scales.shape[0]
     pairs = ((ours.codes[:rows], true.codes), (ours.scales[:blocks], true.scales))
     both = ([x.contiguous().view(torch.uint8) for x in pair] for pair in pairs)

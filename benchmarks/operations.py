@@ -1,8 +1,8 @@
-"""The operations that `jetrl bench NAME` times one by one: a record each, and one way to run them.
+"""Single operations of `jetrl bench NAME`: one record per operation, and one function to run them.
 
-The record is OPERATION of the module `benchmarks.NAME`. It has rows for a shape of
-`benchmarks.shapes` on a device. On a GPU bits are checked before anything is timed: a fast wrong
-kernel is not fast. On a CPU, where references run, it can be tried out with a small shape.
+The record is OPERATION of the module `benchmarks.NAME`; it yields rows for a shape of
+`benchmarks.shapes` on a device. On a GPU the bits of the kernels are checked before the timing. On
+a CPU the references run, to try an operation out with a small shape.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def none_different(args: argparse.Namespace) -> int:
-    """Return 0: nothing is compared."""
+    """Return 0, for an operation without a comparison."""
     return 0
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that is timed.
+    """A timed operation.
 
     Attributes:
         document: The help of its command.
-        rows: Returns the rows of a shape, with the command's arguments.
-        add_arguments: Adds the arguments beside --shape, --device and --out.
-        different: Counts elements of a GPU's kernels that are not those of the reference.
+        rows: Returns the rows of a shape, given the command's arguments.
+        add_arguments: Adds arguments other than --shape, --device and --out.
+        different: Counts elements in which GPU kernels differ from their references.
         show: Prints the rows.
-        on_cpu: Whether it has references for all of its kernels.
+        on_cpu: Whether all of its kernels have references.
     """
 
     document: str | None

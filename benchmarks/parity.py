@@ -3,12 +3,12 @@ r"""Parity at the shape of a real model, with random weights that give peaked di
     jetrl bench parity --shape qwen3-8b --plan unified --plan jet \
         --load 512x400x4096 --load 4x64x32000 --load 1x64x100 --out parity.json
 
-A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts of 1 to 400 tokens, and one in eight (the last
-one of fewer) of LONG. They are sampled in one batch, the trainer's forward runs over all of them in
-others, and every token is compared.
+A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts have 1 to 400 tokens, and every eighth one (or
+the last of fewer) has LONG. The sampler runs them in one batch, the trainer in others, and every
+token is compared.
 
-`--proof` first times what a run proves at its start, on two layers, twice: the first time kernels
-that are in no cache are compiled.
+`--proof` first times the check at the start of a run twice; the first time includes compilation of
+kernels that are not cached.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPERATURE = 0.6
 
 
 def prove(policy: Policy) -> dict[str, Any]:
-    """Return the seconds of the proof at a run's start, and the checks that failed."""
+    """Return the seconds of the check at the start of a run, and its failures."""
     seconds = []
     for _ in range(2):
         began = time.perf_counter()

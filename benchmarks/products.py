@@ -1,11 +1,11 @@
-"""The three products of each linear layer under some plans, by the functions that layers call.
+"""FProp, DGrad and WGrad of each linear layer under several plans, as layers call them.
 
     python -m benchmarks.products --shape qwen3-8b --shape smollm2-135m --out FILE.json
 
-`fprop` has its operands ready, as behind a fused norm. `dgrad` includes the turning of the weight,
-as in a layer's backward, and `wgrad` is added to an FP32 sum. The other rows round operands: `X`
-for FProp, `X for wgrad`, and `dY` for both. At the numbers of rows of --decode only FProp is timed.
-A call takes the weights of one layer after the other, so that few of them are in the cache.
+The operands of `fprop` are ready, as after a fused norm. `dgrad` includes the transposition of the
+weight, as in a layer's backward, and `wgrad` adds to an FP32 sum. The other rows quantize operands:
+`X` for FProp, `X for wgrad`, and `dY` for both. At the row counts of --decode only FProp is timed.
+Calls alternate between the weights of several layers, so that few of them are in the cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOT_CACHED = 2**27  # bytes of the weights of one kind of layer; the L2 cache h
 
 
 def linears_of(shape: str, plan: str, device: str) -> dict[str, list[Linear]]:
-    """Return the linear layers of some decoder layers, by kind."""
+    """Return the linear layers of the first decoder layers, by kind."""
     size = SHAPES[shape]["hidden_size"] ** 2
     layers = min(SHAPES[shape]["num_hidden_layers"], 1 + _NOT_CACHED // size)
     config = {**SHAPES[shape], "num_hidden_layers": layers, "vocab_size": 256}
@@ -55,7 +55,7 @@ def linears_of(shape: str, plan: str, device: str) -> dict[str, list[Linear]]:
 
 
 def product_seconds(linears: Sequence[Linear], rows: int, training: bool) -> dict[str, float]:
-    """Return the seconds of what layers of one kind do with some rows."""
+    """Return the seconds of each operation of layers of one kind at a number of rows."""
     first = linears[0]
     plan, weight = first.plan, first.operand("train")
     n, k = first.weight.shape
@@ -97,7 +97,7 @@ def rows_of(shape: str, plan: str, device: str, tokens: int, decode: Sequence[in
 
 
 def rows_of_plans(shape: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of all plans that take a shape's widths, with ratios to `bf16`."""
+    """Yield the rows of all plans that support the widths of a shape, with ratios to `bf16`."""
     bf16: dict[tuple[str, int, str], float] = {}
     for plan in args.plan or PLANS:
         begins(f"{shape}, {plan}")

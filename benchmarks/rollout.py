@@ -6,18 +6,17 @@ r"""The rollout engine on one GPU, at the shape of a real model with random weig
     jetrl bench rollout --shape qwen3-8b --adapter-rank 32 --case 8x128x256 \
         --plan bf16 --plan unified --plan "unified base=nvfp4" --plan "int8 kv=bf16"
 
-A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, end-of-sequence
-ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
-included; the median is reported. Its floor is what it must read, the weights and the keys and
-values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
-are compared with the trainer's, as bits. With `--rounds` a row is its median round's. `--profile`
-says where the time of a forward goes, of decode and of prefill, by kernel.
+A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS, with different prompts, end-of-sequence
+ignored and log-probs on. `decode_ms` is the median time from one decode step to the next, host
+included. Its floor is the time to read the weights and the KV cache at the mean context, at the
+measured copy bandwidth. The log-probs of the first sequences are compared bitwise with the
+trainer's. With `--rounds`, a row is that of the median round. `--profile` adds the time per kernel
+of decode and prefill.
 
-The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
-log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail. `tail`
-is 16 such prompts with half the lengths, those of `jetrl bench speculation`. Before one is timed,
-every size of batch and of context runs once, so that all graphs are captured; how many there are
-and what that took is in the row.
+The load `grpo` has 64 prompts of 256 tokens with 8 samples each and a long tail: log-normal lengths
+(sigma 0.8 of the logarithm, mean 1500, at most 8192). `tail` has 16 prompts and half the lengths,
+the same as in `jetrl bench speculation`. Before the timing, every size of batch and context runs
+once, so that all graphs are captured; the row has their number and seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _AHEAD = 64  # Tokens by which the context of a launched decode step may be ahea
 
 
 def weight_bytes(policy: Policy) -> int:
-    """Return the bytes of weights that one decode forward reads in linears and lm_head."""
+    """Return the bytes of the linears' and lm_head's weights, which each decode forward reads."""
     total = 0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
@@ -72,7 +71,7 @@ def weight_bytes(policy: Policy) -> int:
 
 
 class _Watch:
-    """A progress callback that keeps the time of each scheduler step, and profiles some."""
+    """A progress callback that records the time of each scheduler step, and profiles some."""
 
     def __init__(self, profiled: int = 0) -> None:
         self.records: list[tuple[float, Progress]] = []
@@ -95,7 +94,7 @@ class _Watch:
         self.records.append((time.perf_counter(), progress))
 
     def seconds_per_step(self, full: int) -> float:
-        """Return the median seconds of a decode forward in which `full` sequences drew a token."""
+        """Return the median seconds of a decode forward of `full` sequences."""
         times = []
         for (before, a), (after, b) in zip(self.records, self.records[1:], strict=False):
             forwards, rest = divmod(b.tokens - a.tokens, full)
@@ -105,12 +104,12 @@ class _Watch:
 
 
 def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
-    """Return the row of one case, timed after a short run of the same sizes.
+    """Return the row of one case, timed after a short warm-up of the same sizes.
 
-    The short run has two of the prompts, where all prompts are too long for a warm-up.
+    The warm-up uses only two prompts if all are too long.
 
     Args:
-        sizes: Sequences, and the tokens of a prompt and of a response.
+        sizes: Sequences, prompt tokens and response tokens.
     """
     batch, prompt, response = sizes
     generator = np.random.default_rng(0)
@@ -164,7 +163,7 @@ def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
 def warm_lengths(count: int) -> list[int]:
     """Return the tokens of each sequence of a warm-up, the longest first.
 
-    Every size of graph runs for a decode step, and at last one sequence alone.
+    Every size of graph runs for a decode step; the last one has a single sequence.
     """
     running = {1, *range(_TOGETHER, count, _TOGETHER), *map(padded_batch, range(1, count + 1))}
     return [_WINDOW * sum(min(n, count) > index for n in running) for index in range(count)]
@@ -173,8 +172,7 @@ def warm_lengths(count: int) -> list[int]:
 def capture_largest(engine: RolloutEngine, count: int, longest: int) -> tuple[int, float]:
     """Capture the graph of all sequences at the longest context; return 1 (or 0) and the seconds.
 
-    No other graph of the sequences works in more memory, and the cache has all the pages that they
-    can use.
+    It is the graph with the largest memory, and its cache has all the pages that sequences can use.
     """
     few = min(_WINDOW, longest - 1)
     params = SamplingParams(n=count, max_tokens=few, ignore_eos=True, seed=1)
@@ -191,13 +189,13 @@ def capture_graphs(
 ) -> tuple[int, float]:
     """Capture every graph that sequences need; return the number of graphs and the seconds.
 
-    Samples of one prompt are drawn for each size of context, the longest first: a call that needs
-    more pages makes a new cache, without graphs. Where sequences have different lengths and all run
-    together, few of them reach the longer contexts, which then need graphs of small batches alone.
+    Each size of context gets a call, the longest first, since a call that needs more pages makes a
+    new cache without graphs. If sequences of different lengths all run together, few of them reach
+    the longer contexts, which then need only graphs of small batches.
 
     Args:
-        totals: Tokens of each sequence at its end, its prompt's included, where all run together;
-            None: every batch comes up at every context.
+        totals: The final tokens of each sequence, prompt included, if all run together; None:
+            capture every batch size at every context.
     """
     graphs, seconds = (0, 0.0) if totals is None else capture_largest(engine, count, longest)
     size, first = padded_context(longest), padded_context(shortest + 1)
@@ -262,7 +260,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
 
 @torch.no_grad()
 def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
-    """Count tokens of the first completions whose log-prob differs from the trainer's."""
+    """Count tokens of the first completions whose log-probs differ from the trainer's."""
     compared = different = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         size = len(prompt) + len(completion.token_ids)
@@ -277,7 +275,7 @@ def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Co
 
 
 def median_round(rounds: list[Row]) -> Row:
-    """Return the row of the round whose decode step is the median, with the steps of all rounds."""
+    """Return the row of the round with the median decode step, and the steps of all rounds."""
     if len(rounds) == 1:
         return rounds[0]
     ordered = sorted(rounds, key=lambda row: row["decode_ms"])
@@ -316,7 +314,7 @@ _LISTED = 20  # kernels of a profile
 
 
 def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel of a forward."""
+    """Return the kind of a kernel, by its name."""
     return next((kind for name, kind in _KINDS.items() if name in kernel), "other")
 
 
@@ -355,7 +353,7 @@ def kernel_rows(
 
 
 def profile_rows(profiler: Any) -> list[Row]:
-    """Return microseconds and launches a decode forward, by kind of kernel and then by kernel."""
+    """Return microseconds and launches per decode forward, by kind of kernel, then by kernel."""
     times, counts = totals(profiler.events(), kind_of)
     # One launch of this kernel, which takes the draws in, is one forward.
     return kernel_rows("kernel", times, counts, counts["_take_kernel"], _LISTED)
@@ -378,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = args.case or ([] if args.load else ["64x128x512"])
     command = command_typed("jetrl bench rollout", argv)
     plans, rows = plans_of(args), list[Row]()
-    copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
+    copy_bandwidth()  # measured once, while memory is free
 
     def add(row: Row) -> None:
         profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
@@ -407,10 +405,7 @@ _LISTED_OF_PREFILL = 12  # kernels of its table
 def prefill_profile(
     engine: RolloutEngine, prompts: Sequence[list[int]], kind_of: Callable[[str], str]
 ) -> list[Row]:
-    """Return microseconds and launches a forward, by kind of kernel and then by kernel.
-
-    The device's idle time is one of the kinds.
-    """
+    """Return microseconds and launches per prefill forward, by kind (one is idle) and kernel."""
     tokens = _FORWARDS * engine.sizes.now.max_prefill_tokens
     profiled = list(prompts[: max(1, tokens // len(prompts[0]))])
     params = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
@@ -421,7 +416,7 @@ def prefill_profile(
 
 
 def prefill_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], str]) -> list[Row]:
-    """Return the rows of a profiler's events."""
+    """Return the rows of profiler events, idle time included."""
     times, counts = totals(events, kind_of)
     ran = [event.time_range for event in events if event.device_time > 0]
     idle = idle_pieces([(span.start, span.end) for span in ran])

@@ -1,26 +1,24 @@
-r"""Speculation on one GPU: speed as a function of how many drafts are right, and the bits.
+r"""Speculative decoding on one GPU: speed at a given acceptance rate, and a check of the bits.
 
     jetrl bench speculation --shape qwen3-8b --load 8 --load 256 --out speculation.json
     jetrl bench speculation --load 64-part --right 0.5 --fixed 2x2 --fixed 4x4
 
-A case is PROMPTS x SAMPLES x PROMPT TOKENS x RESPONSE TOKENS, and may have a fifth number, the mean
-length of responses with a tail (`benchmarks.harness`); a load is one case by name, or several.
-Weights are random, so no text would be a good draft. The completions are drawn once with
-speculation off; then drafts are these completions, every token of which is wrong with the chosen
-chance. A chance of 0.5, 0.6 and 0.7 to be right brings 2.0, 2.5 and 3.3 tokens a forward where
-drafts may be long. Look-ups in text, which a run pays for, run as well. The mode is `auto`, which
-chooses the width of each step; `--fixed` adds calls in which every forward verifies the same.
+A case is PROMPTS x SAMPLES x PROMPT TOKENS x RESPONSE TOKENS, with the mean response length as a
+fifth number for a long tail (`benchmarks.loads`). A load is a name for one case or several. Weights
+are random, so text gives no good drafts. The completions are drawn once with speculation off, and
+then serve as drafts, in which each token is right with the chosen probability. Probabilities of
+0.5, 0.6 and 0.7 yield 2.0, 2.5 and 3.3 tokens per forward with long drafts. Look-ups in text run as
+in a run. The mode `auto` chooses the draft length per step; `--fixed` adds calls with a fixed one.
 
-Seconds are of whole calls without the capture of graphs; `decode_s` also leaves the prompts out.
-`widths` of the JSON says for each size of forward, SEQUENCES/MOST/ROWS, how many ran, their
-milliseconds and the tokens a sequence that they brought. Before the first call of a mode is timed,
-one runs with short completions, so that what is compiled is not part of it. A call with
-speculation off that is short runs again at the end, and the mean is what a speed-up refers to. All
-tokens and log-probs are compared with those of the call without speculation, as bits.
+Seconds are those of whole calls without graph capture; `decode_s` also excludes prefill. `widths`
+in the JSON has, per size of forward (SEQUENCES/MOST/ROWS), the number of forwards, milliseconds and
+tokens per sequence. A short call precedes the first timed call of a mode, to compile kernels. A
+short call without speculation is repeated at the end, and speed-ups refer to the mean of both. All
+tokens and log-probs are compared bitwise with those of the call without speculation.
 
-The JSON is written after each call, so that a benchmark that is cut keeps its rows. On one H200, at
-the shape of qwen3-8b, a load is expected to take, with S shares: 8 about 8 + 2 S seconds, 256 about
-40 + 18 S, tail 25 + 10 S, 64-part 28 + 10 S, 64 about 70 + 50 S, grpo 60 + 45 S.
+The JSON is written after each call. On one H200 with the shape qwen3-8b and S values of --right,
+the loads take about: 8: 8 + 2 S seconds, 256: 40 + 18 S, tail: 25 + 10 S, 64-part: 28 + 10 S,
+64: 70 + 50 S, grpo: 60 + 45 S.
 """
 
 from __future__ import annotations
@@ -64,12 +62,12 @@ _WARM_TOKENS = 64  # Of each completion in the call before those that are timed.
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafts of the calls of a benchmark, and what verifies them.
+    """The drafts of a benchmark's calls.
 
     Attributes:
-        shares: The chances of a drafted token to be right.
+        shares: Probabilities that a draft token is right.
         mode: "auto", or "text" to verify drafts in every forward.
-        fixed: (most tokens, share of rows) of further calls, whose forwards all verify the same.
+        fixed: (maximum tokens, share of rows) of additional calls with a fixed draft length.
     """
 
     shares: Sequence[float]
@@ -78,7 +76,7 @@ class Drafting:
 
 
 def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Row]]:
-    """Yield the rows so far after each call: that without speculation, and one for each share."""
+    """Yield the rows so far after each call: one without speculation, then one per share."""
     prompts, count = load.random_prompts(policy.config.vocab_size, 0), load.sequences
     params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
     whole = GenerateOptions(max_tokens=load.response_lengths())
@@ -118,7 +116,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Ro
             rows.append(_row(load, mode, right, stats, completions, expected, drafts.spent))
             yield _compared(rows, calls)
     if calls[0].seconds < _SHORT_S and policy.device.type == "cuda":
-        # A card that is warm, or at its power limit, is slower.
+        # A GPU that is warm, or at its power limit, is slower.
         calls.append(called(off)[0])
         yield _compared(rows, calls)
 
@@ -138,12 +136,12 @@ def _compared(rows: Sequence[Row], calls: Sequence[RolloutStats]) -> list[Row]:
 
 
 def _seconds(stats: RolloutStats) -> float:
-    """Return the seconds of a call without the capture of graphs."""
+    """Return the seconds of a call without graph capture."""
     return stats.seconds - stats.capture_s
 
 
 def _decode_seconds(stats: RolloutStats) -> float:
-    """Return the seconds of a call without the capture of graphs and without its prompts."""
+    """Return the seconds of a call without graph capture and prefill."""
     return _seconds(stats) - stats.prefill_s
 
 
@@ -226,14 +224,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class FixedWidth(DraftWidths):
-    """The same width and share of rows in every step, for comparison with what `auto` chooses."""
+    """A fixed draft length and share of rows, for comparison with `auto`."""
 
     def __init__(self, most: int, share: float) -> None:
         super().__init__(always=True)
         self._most, self._share = most, share
 
     def choose(self, sequences: int) -> Width:
-        """Return the width, with as many rows as the step's sequences ask for."""
+        """Return the width, with rows in proportion to the sequences of the step."""
         size = padded_batch(sequences)
         return Width(self._most, min(int(size * self._share), size * self._most), True)
 
@@ -253,7 +251,7 @@ class Spent:
 
 
 class KnownDrafts(Speculation):
-    """Drafts that are known completions, with wrong tokens among them.
+    """Drafts from known completions, in which some tokens are wrong.
 
     Args:
         mode: "auto", or "text" to verify drafts in every forward.
@@ -305,7 +303,7 @@ class KnownDrafts(Speculation):
         self._left[slots] = to_device(left, device)
 
     def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
-        """Return the known tokens behind each row's last one, after a look-up in the text."""
+        """Return the known next tokens of each row, after a look-up in the text."""
         drafts = super().propose(state, rows, width)
         first = (self._base + state.position)[rows]
         tokens = self._script.view(-1)[first[:, None] + self._behind]
@@ -326,7 +324,7 @@ class KnownDrafts(Speculation):
 def differences(
     completions: Sequence[Completion], expected: Sequence[Completion]
 ) -> tuple[int, int]:
-    """Return how many tokens, and how many log-probs as bits, differ from the expected ones."""
+    """Return the numbers of tokens and of log-probs that differ from the expected ones."""
     tokens = logprobs = 0
     for one, other in zip(completions, expected, strict=True):
         assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
@@ -337,7 +335,7 @@ def differences(
 
 
 def width_rows(spent: Mapping[tuple[int, int, int], Spent]) -> Row:
-    """Return what forwards took and brought, by SEQUENCES/MOST/ROWS."""
+    """Return the count, milliseconds and tokens of forwards, by SEQUENCES/MOST/ROWS."""
     return {
         "/".join(map(str, size)): {
             "forwards": one.forwards,

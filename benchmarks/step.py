@@ -1,50 +1,49 @@
-r"""A whole step of reinforcement learning, at the shape of a real model, under several plans.
+r"""A whole RL step at the shape of a real model, under several plans.
 
     jetrl bench step --shape qwen3-8b --prompts 32 --samples 8 --prompt-length 256 \
         --response-length 2048 --out step.json
 
-For each plan: a policy with random weights, a warm-up in which every kernel is compiled and the
-weights move (sampling with few tokens, then training), and one step that is measured:
+Each plan gets a policy with random weights, a warm-up that compiles every kernel and changes the
+weights (short sampling, then training), and one measured step:
 
-    rollout        the engine draws every completion to its full length, log-probs on, memory for
-                   its pages included; the graphs of decode are there, as in a run's later steps
-    old log-probs  of a plan that is not exact: the trainer's log-probs of all completions, by a
-                   forward without gradients. The update does not read them (with one update a step
-                   it uses its own); it is the pass that a flow with two engines needs. The ratios
-                   are given with it and without it.
+    rollout        the engine draws every completion to its full length, with log-probs, allocation
+                   of pages included; decode graphs exist already, as in later steps of a run
+    old log-probs  if the plan is not exact: the trainer's log-probs of all completions, by a
+                   forward without gradients. The update does not need them (with one update per
+                   step it uses its own), but a flow with two engines does. Ratios are given with
+                   and without this pass.
     update         `Trainer.step`: packing, forward, comparison with the sampler, backward
     optimizer      AdamW
     requantize     the quantized weights
 
-Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
-optimizer (flow.py), and samples all sequences together; where memory has no room for their pages
-the youngest wait. MFU is the model's FLOPs (loads.py) over the time and over the rate of a large
-BF16 product, measured in the same run; so too under an FP8 plan.
+Rewards are random. Each plan uses the largest micro-batch that fits next to the same optimizer
+(flow.py) and samples all sequences together; if memory has no room for their pages, the youngest
+wait. MFU is the model's FLOPs (loads.py) relative to the rate of a large BF16 product measured in
+the same run, also for 8-bit plans.
 
-Under torchrun the step is that of all ranks: each samples its share of the prompts, and all train
-together. The load is the whole step's, or with `--batch-per-rank` that of each rank. Seconds and
-memory are those of the slowest and of the fullest rank, and beside the phases above there are
+Under torchrun, each rank samples its share of the prompts, and all train together. The load is that
+of the whole step, or with `--batch-per-rank` that of each rank. Times and peaks are maxima over
+ranks. There are two more phases:
 
-    gather         every rank gets the completions of all
-    requantize     own rows are rounded, and the quantized weights gathered: the refresh
+    gather         every rank gets the completions of all ranks
+    requantize     each rank rounds its rows, and all gather the quantized weights
 
-`--digest` adds digests of codes, master weights and moments after the warm-up and after the step;
-they are equal at any number of ranks that is given the same load, --tokens-per-micro-batch and
---warm-micro-batches. `--exchange` makes two more updates, with and without the exchange of
-gradients, and the exchange of one micro-batch alone.
+`--digest` adds digests of codes, master weights and moments after the warm-up and after the step.
+They are equal for any number of ranks with the same load, --tokens-per-micro-batch and
+--warm-micro-batches. `--exchange` adds two updates, with and without the exchange of gradients, and
+times the exchange of one micro-batch by itself.
 
     torchrun --nproc-per-node 4 -m jetrl bench step --shape qwen3-8b --plan unified \
         --batch-per-rank --digest --exchange
 
-Peaks of memory are given beside the memory plan, by phase. `--leave-free 78.75` takes memory of
-each GPU until so many GiB are left: as on a card of 80 GB.
+Memory peaks per phase are compared with the memory plan. `--leave-free 78.75` occupies memory of
+each GPU until 78.75 GiB are free, as on a GPU of 80 GB.
 
-Lines on the console say when each phase begins. The JSON is written as soon as something is known,
-after the warm-up and after the rollout: `missing` names what such a row lacks, so that a run that
-is cut off in its update leaves its rollout.
+The JSON is written after the warm-up, the rollout and the update, so that a run that is interrupted
+in its update leaves its rollout; `missing` names the phases that a row lacks.
 
-A run of several plans takes minutes. `--plan bf16 --out a.json`, then `--plan int8 --beside a.json
---out b.json` is the same in two.
+Several plans take minutes. `--plan bf16 --out a.json`, then `--plan int8 --beside a.json --out
+b.json` measures them in two commands.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ from jetrl.models.policy import Policy
 from jetrl.training.packing import pack, shares_prompts
 from jetrl.types import Sample
 
-# Of a row, what is printed below the table.
+# Keys of a row that are printed below the table.
 PRINTED = ("weights_changed", "planned_gib", "peak_of_plan", "exchange", "digests")
 
 
@@ -123,17 +122,16 @@ def measure(
 
 
 def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
-    """Return the row of a rollout alone, of a model whose update may not fit."""
+    """Return the row of a rollout, for a model whose update may not fit."""
     flow = Flow(policy, load, choices)
     flow.warm_up(training=False)
     return rollout_row(flow, choices, limit, draw(flow))
 
 
 def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
-    """Return what the exchange of gradients costs: updates with it and without it.
+    """Return the cost of the exchange of gradients, from an update with it and one without.
 
-    Both updates have the same work but for the way of the products. The weights are of no use
-    afterwards.
+    The second update has the same work on wrong numbers, so the weights are useless afterwards.
     """
     own: dict[str, float] = {}
     again = flow.expected(samples)
@@ -163,7 +161,7 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Return how many times as fast as `base` a plan is, and its share of the memory."""
+    """Return the speed-ups of a plan over `base`, and its peak memory relative to it."""
     extra = base["seconds"].get("old_logprobs", 0.0)
     peaks = {n: g / base["peak_gib"][n] for n, g in row["peak_gib"].items()}
     times = {"rollout": round(base["seconds"]["rollout"] / row["seconds"]["rollout"], 3)}
@@ -177,7 +175,7 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """Return the columns of each row that are read first."""
+    """Return the main columns of each row."""
     lines = []
     for row in rows:
         line = {"plan": row["plan"], "load": row["load"], "ranks": row.get("ranks", 1)}
@@ -193,7 +191,7 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def earlier_rows(path: Path | None) -> list[Row]:
-    """Return the rows of an earlier run, each with that run's command, date and commit."""
+    """Return the rows of an earlier run, each with its command, date and commit."""
     if path is None:
         return []
     if not path.is_file():
@@ -207,7 +205,7 @@ def earlier_rows(path: Path | None) -> list[Row]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `bench step` and `bench train` share, without the load."""
+    """Add the arguments common to `bench step` and `bench train`, except for the load."""
     add_shape_arguments(parser)
     add_plan_argument(parser, "bf16", "unified")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
@@ -226,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
-    """Return the choices that the arguments of `add_arguments` give."""
+    """Return the choices given by the arguments of `add_arguments`."""
     train: dict[str, Any] = {"optimizer_states": "compact"}
     train |= {key: value for key, _, value in (word.partition("=") for word in args.train)}
     return Choices(
@@ -242,7 +240,7 @@ def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> C
 
 
 def limit_of(device: str) -> float:
-    """Return the FLOP/s of a large BF16 product; 1e12 on a CPU, where nothing is measured."""
+    """Return the FLOP/s of a large BF16 product; on a CPU a placeholder, 1e12."""
     return matrix_limit() if device == "cuda" else 1e12
 
 
@@ -254,7 +252,7 @@ def rows_of(
     limit: float,
     known: Known,
 ) -> Iterator[tuple[Load, Row]]:
-    """Yield (load, result row) pairs of one policy in the order of measurement."""
+    """Yield (load, row) pairs of a policy in the order of measurement."""
     for load in loads:
         if args.rollout_only:
             yield load, measure_rollout(policy, load, choices, limit)
@@ -279,12 +277,10 @@ def _parser() -> argparse.ArgumentParser:
         type=load_text,
         default=[],
         metavar="PxSxLxR",
-        help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
-        "and response tokens (and the mean length, where they have a tail); repeatable",
+        help="another load with the same policy, as 8x8x256x8192: prompts, samples per prompt, "
+        "prompt and response tokens (and the mean length, for a long tail); repeatable",
     )
-    parser.add_argument(
-        "--batch-per-rank", action="store_true", help="the load is that of each rank, not of all"
-    )
+    parser.add_argument("--batch-per-rank", action="store_true", help="the load is per rank")
     parser.add_argument(
         "--digest", action="store_true", help="add digests of codes, master weights and moments"
     )
@@ -292,24 +288,26 @@ def _parser() -> argparse.ArgumentParser:
         "--exchange", action="store_true", help="measure what the exchange of gradients costs"
     )
     parser.add_argument(
-        "--rollout-only", action="store_true", help="no update, for a model that has no room for it"
+        "--rollout-only",
+        action="store_true",
+        help="no update, for a model whose update does not fit",
     )
     parser.add_argument(
         "--warm-micro-batches",
         type=int,
-        help="micro-batches of the update that warms up; default: two a rank",
+        help="micro-batches of the warm-up's update; default: two per rank",
     )
     parser.add_argument(
         "--beside",
         type=Path,
-        help="JSON of an earlier run on such a card: its rows come first, and are compared with",
+        help="JSON of an earlier run on the same kind of GPU, whose rows come first",
     )
     parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
     parser.add_argument(
         "--leave-free",
         type=float,
         metavar="GIB",
-        help="take memory of each GPU until so much is free: 78.75 as on a card of 80 GB",
+        help="occupy memory of each GPU until GIB are free: 78.75 as on a GPU of 80 GB",
     )
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     return parser
@@ -365,10 +363,10 @@ _GIB = 2**30
 
 
 def leave_free(gib: float | None) -> None:
-    """Take memory of this process's GPU until so much is free, for as long as the process lives.
+    """Occupy memory of this process's GPU until it ends.
 
     Args:
-        gib: What stays free, in GiB; None: everything.
+        gib: The memory to leave free, in GiB; None: occupy nothing.
     """
     if gib is None:
         return

@@ -38,9 +38,9 @@ class TimedRollout:
     """The rollout of a step.
 
     Attributes:
-        seconds: This rank's seconds: `rollout`, and of several ranks `gather`.
-        captured: The graphs that were there before, and the seconds that capturing them took.
-        peaks: The peak of memory in GiB, as `rollout`; empty on a CPU.
+        seconds: This rank's seconds of `rollout`, and with several ranks of `gather`.
+        captured: The number of graphs captured before, and the seconds that it took.
+        peaks: The memory peak of `rollout` in GiB; empty on a CPU.
     """
 
     seconds: Mapping[str, float]
@@ -53,10 +53,11 @@ class TimedRollout:
 
 @dataclass(frozen=True)
 class TimedUpdate:
-    """The update of a step, with the pass for old log-probs of a plan that is not exact.
+    """The update of a step, preceded by the pass for old log-probs if the plan is not exact.
 
     Attributes:
-        seconds: This rank's seconds by phase, `PARTS` behind the rollout's.
+        seconds: This rank's seconds by phase, those of `PARTS` after the rollout's.
+        whole_s: Its seconds without old log-probs.
     """
 
     seconds: Mapping[str, float]
@@ -66,7 +67,7 @@ class TimedUpdate:
 
 
 def warmed(policy: Policy, load: Load, choices: Choices) -> tuple[Flow, float]:
-    """Return a flow after its warm-up, and the share of the codes that the warm-up changed."""
+    """Return a flow after its warm-up, and the share of weight codes that it changed."""
     flow = Flow(policy, load, choices)
     before = codes_of(policy)
     flow.warm_up()
@@ -74,7 +75,7 @@ def warmed(policy: Policy, load: Load, choices: Choices) -> tuple[Flow, float]:
 
 
 def draw(flow: Flow) -> TimedRollout:
-    """Draw the completions of the step, and gather those of all ranks."""
+    """Draw the completions of the step and gather those of all ranks."""
     rollout_s, completions = flow.timed("rollout", lambda: flow.sample(seed=1))
     stats = flow.engine.stats
     gather_s, samples = flow.timed("gather", lambda: flow.gathered(completions, seed=1))
@@ -87,7 +88,7 @@ def draw(flow: Flow) -> TimedRollout:
 
 
 def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
-    """Make the trainer's step, after the pass for old log-probs of a plan that is not exact."""
+    """Run the trainer's step, preceded by the pass for old log-probs if the plan is not exact."""
     seconds: dict[str, float] = {}
     if not flow.policy.plan.exact:
         flow.give_pages_back()
@@ -101,7 +102,7 @@ def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
 
 
 def warm_row(flow: Flow, choices: Choices) -> Row:
-    """Return what is known of a step when all has been warmed up."""
+    """Return the part of a row that is known after the warm-up."""
     return {
         "plan": plan_words(flow.policy.plan),
         "adapter_rank": choices.adapter_rank,
@@ -115,7 +116,7 @@ def warm_row(flow: Flow, choices: Choices) -> Row:
 
 
 def rollout_row(flow: Flow, choices: Choices, limit: float, rollout: TimedRollout) -> Row:
-    """Return the row of a rollout without its update."""
+    """Return the part of a row that is known after the rollout."""
     load, stats, size = flow.load, rollout.stats, world().size
     seconds = slowest("the seconds of the rollout", dict(rollout.seconds))
     needed = flops(flow.policy.config, load)["rollout"]
@@ -184,12 +185,13 @@ _MODULUS = 2**64
 
 
 def tensor_digest(name: str, tensor: Tensor, first_element: int = 0) -> int:
-    """Return the digest of some consecutive elements of a tensor, below 2**64.
+    """Return the digest of consecutive elements of a tensor, below 2**64.
 
     Digests of the parts of a tensor add up, modulo 2**64, to the digest of the whole.
 
     Args:
-        tensor: The elements, of any shape and dtype.
+        tensor: Elements of any shape and dtype.
+        first_element: The index of the first one in the whole tensor.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -209,7 +211,7 @@ def tensor_digest(name: str, tensor: Tensor, first_element: int = 0) -> int:
 
 
 def digests(policy: Policy, trainer: Trainer) -> dict[str, str]:
-    """Return digests of codes, master weights and moments, the same at any number of ranks."""
+    """Return digests of codes, master weights and moments, equal for any number of ranks."""
     quantized = policy.weights.quantized_tensors()
     codes = sum(tensor_digest(name, tensor) for name, tensor in quantized.items()) % _MODULUS
     world().same("the quantized weights", codes)
@@ -226,7 +228,7 @@ def digests(policy: Policy, trainer: Trainer) -> dict[str, str]:
 
 
 def _of_all_ranks(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> int:
-    """Return the digest of tensors of which each rank has its own rows, or which are whole."""
+    """Return the digest over all ranks of tensors that are sharded by rows, or whole."""
     own = 0
     for name, tensor in tensors.items():
         divided = name in shards and tensor.dim() > 1
@@ -239,12 +241,12 @@ def _of_all_ranks(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) ->
 
 @dataclass
 class Exchanged:
-    """The products that an update has sent to the owners of their rows.
+    """The gradient products that an update sent to the owners of their rows.
 
     Attributes:
-        calls: For each exchange the shapes of the pieces for every rank (None: nothing to send),
-            and the shape and dtype of what is received.
-        bytes: The bytes that this rank has sent to others.
+        calls: Per exchange, the shapes of the pieces per rank (None: nothing to send), and the
+            shape and dtype of the received tensor.
+        bytes: The bytes that this rank sent to others.
     """
 
     calls: list[tuple[list[torch.Size] | None, torch.Size, torch.dtype]] = field(
@@ -253,7 +255,7 @@ class Exchanged:
     bytes: int = 0
 
     def seconds(self, device: torch.device) -> float:
-        """Return the seconds of exchanging these products while the device does nothing else."""
+        """Return the seconds of these exchanges on an otherwise idle device."""
         world().barrier("the exchange alone")
         began = time.perf_counter()
         for shapes, shape, dtype in self.calls:
@@ -271,7 +273,7 @@ class Exchanged:
 
 @contextlib.contextmanager
 def recorded_exchange() -> Iterator[Exchanged]:
-    """Record the products that are exchanged within the block."""
+    """Record the exchanges of products within the block."""
     exchange, log = ordered_gradients.exchange, Exchanged()
 
     def recorded(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
@@ -289,20 +291,20 @@ def recorded_exchange() -> Iterator[Exchanged]:
 
 
 class _Copied:
-    """Stands for the work of an exchange whose results this rank has copied from its own."""
+    """The handle of an exchange that was replaced by a local copy."""
 
     def __init__(self) -> None:
         self._copied = torch.cuda.Event()
         self._copied.record()
 
     def wait(self) -> None:
-        """Let the present stream wait for the copies."""
+        """Make the current stream wait for the copies."""
         torch.cuda.current_stream().wait_event(self._copied)
 
 
 @contextlib.contextmanager
 def without_exchange() -> Iterator[None]:
-    """Let no product travel within the block: sums get the same work, and wrong numbers."""
+    """Skip the exchange within the block: the same sums run, on wrong numbers."""
     exchange = ordered_gradients.exchange
 
     def nothing(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
@@ -320,6 +322,6 @@ def without_exchange() -> Iterator[None]:
 
 
 def slowest(what: str, numbers: Row) -> Row:
-    """Return the largest value of each number over all ranks."""
+    """Return the maximum over all ranks of each number."""
     of_ranks = world().gather(what, numbers)
     return {name: max(row[name] for row in of_ranks) for name in numbers}

@@ -1,19 +1,18 @@
-r"""The training phase of a step on one GPU, at the shape of a real model: BF16 beside FP8.
+r"""The training phase of a step on one GPU, at the shape of a real model, under several plans.
 
     jetrl bench train --shape qwen3-8b --prompts 4 --samples 8 --prompt-length 256 \
         --response-length 2048 --profile --out train.json
 
-For each plan: `Trainer.step` on random tokens that nobody sampled. Their log-probs, which an exact
-plan's trainer compares with its own, come from a forward of the trainer without gradients, which is
-timed as well: it is the pass over old log-probs that other flows make. So `different` compares the
-forward without gradients with the one with them.
+Each plan runs `Trainer.step` on random tokens. The log-probs that an exact plan's trainer checks
+come from its own forward without gradients, which is timed as well (`old_logprobs_s`): other flows
+need this pass for old log-probs. `different` compares forwards with and without gradients.
 
-After the first plan, `equal_update` is the peak of memory with that plan's micro-batches.
+From the second plan on, `equal_update` is the memory peak with the first plan's micro-batches.
 
-`parts_ms`, of an update like the measured one: between CUDA events around forward (without the
-output projection), lm_head (both directions), backward (without it), gradient norm, optimizer and
-requantize; `rest` is what lies between them. With --profile a third update runs under
-torch.profiler: the device's idle share while the micro-batches ran, and the kernels by time.
+`parts_ms` divides another update by CUDA events: forward (without the output projection), lm_head
+(forward and backward), backward (without it), gradient norm, optimizer, requantize, and `rest`.
+With --profile one more update runs under torch.profiler: the idle share of the device, and the time
+per kernel.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def measure(
 
 
 def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with the log-probs that the policy gives them now."""
+    """Return the samples with the current log-probs of the policy."""
     return with_logprobs(samples, flow.old_logprobs(samples))
 
 
@@ -136,7 +135,7 @@ def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
-    """Return the share of an update in which the device was idle, and the kernels by time."""
+    """Return the idle share of the device in an update, and the time per kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         flow.update(samples)
         torch.cuda.synchronize()
@@ -166,9 +165,9 @@ def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Return how many times as fast as `base` a plan is, and its share of the memory.
+    """Return the speed-ups of a plan over `base`, and its peak memory relative to it.
 
-    The memory of `equal_update` is that of an update with the micro-batches of `base`.
+    `equal_update` compares updates with the micro-batches of `base`.
     """
     peaks = base["peak_gib"] | {"equal_update": base["peak_gib"].get("update")}
     return {
