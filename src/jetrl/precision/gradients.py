@@ -1,20 +1,20 @@
-"""The sink that backward adds the gradients of master weights to.
+"""FP32 gradient sums of master weights, to which backward adds its products.
 
-A product of FP8 codes arrives in BF16 and is added to an FP32 sum; other products are summed in
-FP32. The order of micro-batches and layers decides the bits of a sum. A matrix as large as the
-vocabulary, which tied embeddings use twice, has one sum. Norms and biases are left to autograd.
+A product of FP8 codes is BF16 and is added to an FP32 sum; other products are summed in FP32. The
+bits of a sum depend on the order of micro-batches and layers. A tied embedding and head share one
+sum. Autograd computes the gradients of norms and biases.
 
-`OrderedGradients` serves several processes, with the bits of one. Rank r trains every `size`-th
-micro-batch. Each rank adds the products of a round to the rows that it owns, in the order of the
+`OrderedGradients` gives several processes the bits of one. Rank r trains every `size`-th
+micro-batch. In each round, a rank adds the products to the rows that it owns, in the order of the
 micro-batches:
 
     backward of this rank's micro-batch      product of a linear, complete
         exchange                             own rows of every rank's product arrive
         add_products                         sum of own rows + product of rank 0 + of rank 1 + ...
 
-Ranks call collectives in the order of backward; a rank without a micro-batch takes part with
-nothing. The embedding's gradient travels as tokens and BF16 rows. Vectors, and matrices of less
-than one block of rows, are whole on every rank.
+All ranks call collectives in the order of backward, including ranks without a micro-batch. The
+embedding's gradient is exchanged as tokens and BF16 rows. Vectors, and matrices of less than one
+block of rows, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from jetrl.distributed.world import World
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import QTensor, dequantize
 
-Expected = tuple[Tensor, torch.dtype | None]  # a master weight; its products, None: embedding rows
+# A master weight, and the dtype of its products; None for rows of an embedding.
+Expected = tuple[Tensor, torch.dtype | None]
 
 
 class Gradients:
-    """The FP32 gradient sums of one model's master weights, each in its parameter's `.grad`.
+    """The FP32 gradient sums of one model's master weights, in `.grad` of each parameter.
 
-    Methods that add return what backward hands to autograd for the master weight: None, unless the
-    weight has a hook, which then sees each gradient.
+    Methods that add return the gradient that backward returns to autograd for the master weight:
+    None, unless the weight has a hook, which then gets each gradient.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,8 @@ class Gradients:
     def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
         """Announce the products of master weights in the order of forward.
 
-        Those of the weights `in_chunks` are summed within each micro-batch before they are added.
+        Products of the weights `in_chunks` come in chunks, summed per micro-batch before they are
+        added.
         """
         self._in_chunks = in_chunks
 
@@ -60,7 +62,10 @@ class Gradients:
         self._in_micro_batch = False
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin the backward of a micro-batch per process; `num_tokens` are those of each."""
+        """Begin the backward of one micro-batch per process, with `num_tokens` each.
+
+        `own` is False on a process that has none.
+        """
         self._in_micro_batch = True
 
     def end_micro_batch(self, failed: bool = False) -> None:
@@ -69,18 +74,18 @@ class Gradients:
             self._add_chunks(master)
 
     def end_update(self) -> None:
-        """End the gradients of an update: `.grad` of every master weight is complete."""
+        """Complete `.grad` of every master weight."""
 
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
-        """Add a gradient [N, K] that is there in BF16."""
+        """Add a BF16 gradient [N, K]."""
         return self._keep(master, _summed(self._sum(master), product[None]))
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
-        """Add dy^T x of bfloat16 dy [T, N] and x [T, K], or codes padded along T, in FP32."""
+        """Add dy^T x in FP32, of bfloat16 dy [T, N] and x [T, K] (or codes, padded along T)."""
         return self._keep(master, matmul_product(dy, x, self._sum(master)))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> Tensor | None:
-        """Add bfloat16 `values` [T, D] to rows int64 [T]; a GPU adds equal rows one by one."""
+        """Add bfloat16 `values` [T, D] to rows int64 [T] of an embedding."""
         self._add_chunks(master)  # of a head that is tied to the embedding
         if master._backward_hooks:
             return rows_added(None, rows, values, range(len(master)))
@@ -88,20 +93,23 @@ class Gradients:
         return None
 
     def buffer(self, master: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the float32 sum to add to in place (zeros with a hook), and autograd's part."""
+        """Return the float32 sum [N, K] to add to in place, and the gradient for autograd.
+
+        If the weight has a hook, the sum starts from zeros and is that gradient.
+        """
         total = self._sum(master)
         if total is None:
             total = torch.zeros_like(master)
         return total, self._keep(master, total)
 
     def _sum(self, master: Tensor) -> Tensor | None:
-        """Return the sum that a product is added to; None before the first product."""
+        """Return the sum to add a product to; None before the first product."""
         if master._backward_hooks:
             return None
         return self._of_micro_batch.get(master) if self._apart(master) else master.grad
 
     def _keep(self, master: Tensor, total: Tensor) -> Tensor | None:
-        """Keep a sum, and return what autograd is handed."""
+        """Store a sum, and return the gradient for autograd."""
         if master._backward_hooks:
             return total
         if self._apart(master):
@@ -111,11 +119,11 @@ class Gradients:
         return None
 
     def _apart(self, master: Tensor) -> bool:
-        """Return whether the products of a master weight are summed within the micro-batch."""
+        """Return whether a master weight's products are summed per micro-batch first."""
         return self._in_micro_batch and any(master is other for other in self._in_chunks)
 
     def _add_chunks(self, master: Tensor) -> None:
-        """Add what was summed within the micro-batch to the gradient of a master weight."""
+        """Add a micro-batch's sum of chunks to the gradient of a master weight."""
         product = self._of_micro_batch.pop(master, None)
         if product is not None:
             master.grad = product if master.grad is None else master.grad.add_(product)
@@ -135,17 +143,21 @@ def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None)
 
 
 def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -> Tensor:
-    """Return the gradient of a matrix's own rows after those of some tokens were added, in place.
+    """Add the gradients of tokens to the sum of a matrix's own rows, in place, and return the sum.
 
-    A GPU adds to the sum one token after the other; the CPU adds the tokens' sum, as autograd does.
-    `total`, float32 [n, D], is the sum of the n own rows so far; None: zeros. `rows`, int64 [T], is
-    the row of each gradient, which may be another process's.
+    A GPU adds token by token; the CPU adds the sum over the tokens, as autograd does.
+
+    Args:
+        total: The sum of the n own rows, float32 [n, D]; None for zeros.
+        rows: The row of each gradient in the whole matrix, int64 [T]; others' rows are ignored.
+        values: The gradients, bfloat16 [T, D].
     """
     if total is None:
         total = values.new_zeros((len(own), values.shape[1]), dtype=torch.float32)
     if not len(own):
         return total
-    # Others' tokens are added as zeros, to rows here and there: the host need not wait for a count.
+    # Others' rows are added as zeros to arbitrary own rows: selecting rows would need their
+    # number on the host, and so a synchronization.
     inside = (rows >= own.start) & (rows < own.stop)
     places = torch.where(inside, rows - own.start, rows % len(own))
     added = torch.where(inside[:, None], values.float(), 0.0)
@@ -155,18 +167,20 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
     return total.add_(dense)
 
 
-_AT_ONCE = 2**29  # bytes of a product that travel at one time
-_IN_FLIGHT = 3  # products that travel, or are added, while backward makes the next ones
+_AT_ONCE = 2**29  # bytes of a product that are exchanged at once
+_IN_FLIGHT = 3  # products that are exchanged or added while backward computes the next ones
 
 
 @dataclass
 class _Stage:
     """A collective of every round, for the products of a linear layer or the embedding's rows.
 
-    `master` has own rows if it is divided. `dtype` is that of products; None of embedding rows.
-    `before`: the products of the same master weight, added before the rows (a tied head). `made`: a
-    product, or rows and values, of this rank's micro-batch. `received`: the own rows of all ranks'
-    products, which wait for the embedding's rows.
+    Attributes:
+        master: The master weight; its own rows if it is divided.
+        dtype: The dtype of products; None for embedding rows.
+        before: The stage of the same master weight (a tied head) whose products are added first.
+        made: A product, or rows and values, of this rank's micro-batch.
+        received: Own rows of all ranks' products, kept until the embedding's rows are added.
     """
 
     master: Tensor
@@ -189,33 +203,139 @@ class _Stage:
         return range(self.shard.own_rows.start, self.shard.own_rows.stop)
 
 
-class OrderedGradients(Gradients):
-    """The gradient sums of own rows, over all micro-batches of all ranks in order.
+class _OwnSums:
+    """The FP32 sums of this rank's rows; products of all ranks are exchanged and added in order.
 
-    `masters` are by name, of own rows if they are divided; `shards` has the division of those.
+    On a GPU divided products are added on a separate stream, during the backward of other layers.
+    """
+
+    def __init__(self, own: int) -> None:
+        self._rank = own
+        self._totals: dict[Tensor, Tensor] = {}
+        self._begun: set[tuple[Tensor, int]] = set()  # master weight and first row of sums
+        # Tensors that the separate stream still uses, and the event that it records afterwards.
+        self._in_flight: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    def clear(self) -> None:
+        self._totals.clear()
+        self._begun.clear()
+        self._in_flight.clear()
+
+    def finish(self) -> None:
+        """Store the sums as gradients; the optimizer frees them before the next rollout."""
+        while self._in_flight:
+            self._await_oldest()
+        for master, total in self._totals.items():
+            master.grad = total
+        self._totals.clear()
+
+    def add(self, master: Tensor, products: Tensor) -> None:
+        """Add P products [P, n, K] in order."""
+        self._totals[master] = _summed(self._totals.get(master), products)
+
+    def add_rows(self, stage: _Stage, rows: Tensor, values: Tensor) -> None:
+        """Add embedding rows of one micro-batch, as `rows_added` does."""
+        total = self._totals.get(stage.master)
+        self._totals[stage.master] = rows_added(total, rows, values, stage.own)
+
+    def exchange(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice], num_products: int
+    ) -> tuple[Tensor, Work | None]:
+        """Send some rows of a product to their owners; return own rows of all products.
+
+        With a `Work`, the rows are valid after its `wait()`.
+        """
+        own = rows[self._rank]
+        shape = (num_products, own.stop - own.start, *stage.shape[1:])
+        received = torch.empty(shape, dtype=stage.dtype, device=stage.master.device)
+        pieces = None if product is None else [product[piece] for piece in rows]
+        return received, exchange(pieces, received)
+
+    def exchange_and_add(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice], num_products: int
+    ) -> None:
+        """Exchange some rows of a product as `exchange` does, and add them to the sum."""
+        assert stage.shard is not None, "the rows of a matrix that is divided"
+        received, work = self.exchange(stage, product, rows, num_products)
+        own, first = rows[self._rank], stage.shard.first_row
+        begun = stage.master in self._totals and (stage.master, own.start) in self._begun
+        if stage.master not in self._totals:
+            # Allocated on the current stream, so that other phases can reuse its memory.
+            self._totals[stage.master] = torch.empty_like(stage.master, dtype=torch.float32)
+        self._begun.add((stage.master, own.start))
+        total = self._totals[stage.master][own.start - first : own.stop - first]
+        if work is None:
+            _summed(total, received, begun)
+            return
+        self._stream = self._stream or torch.cuda.Stream(stage.master.device)
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            _summed(total, received, begun)
+            added = torch.cuda.Event()
+            added.record()
+        sent = [] if product is None else [product]
+        self._in_flight.append(([received, total, *sent], added))
+        while len(self._in_flight) > _IN_FLIGHT:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        """Make the current stream wait for the oldest sum, after which its tensors can be freed."""
+        _, added = self._in_flight.popleft()
+        torch.cuda.current_stream().wait_event(added)
+
+
+class _AutogradSums:
+    """The sums of gradients that autograd computes, of norms and biases: never divided."""
+
+    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+        self._masters = masters
+        self._total: Tensor | None = None  # of all master weights, concatenated
+
+    def add_round(self, num_products: int) -> None:
+        """Add the gradients of a round of `num_products` micro-batches."""
+        if not self._masters:
+            return
+        sizes = sum(master.numel() for master in self._masters)
+        flat = torch.zeros(sizes, device=self._masters[0].device)
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        if len(gradients) == len(self._masters):
+            torch.cat([gradient.flatten() for gradient in gradients], out=flat)
+        for master in self._masters:
+            master.grad = None
+        self._total = _summed(self._total, gather_equal(flat)[:num_products])
+
+    def finish(self) -> None:
+        """Store the sums as gradients."""
+        if self._total is None:
+            return
+        parts = self._total.split([master.numel() for master in self._masters])
+        for master, part in zip(self._masters, parts, strict=True):
+            master.grad = part.view_as(master)
+
+
+class OrderedGradients(Gradients):
+    """The gradient sums of own rows, over the micro-batches of all ranks in order.
+
+    `masters` holds master weights by name, own rows if divided; `shards` has the divisions.
     """
 
     def __init__(
         self, world: World, masters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]
     ) -> None:
         super().__init__()
-        self._world, self._masters = world, masters
+        self._masters = masters
         self._shards: dict[Tensor, Shard] = {masters[name]: shard for name, shard in shards.items()}
         self._stages: deque[_Stage] = deque()  # in the order of backward
-        self._totals: dict[Tensor, Tensor] = {}
-        self._begun: set[tuple[Tensor, int]] = set()  # master weight and first row of sums
-        self._whole: list[nn.Parameter] = []  # whose gradients autograd makes
-        self._whole_total: Tensor | None = None  # of all of these, end to end
+        self._sums = _OwnSums(world.rank)
+        self._autograd_sums = _AutogradSums([])
         self._num_tokens: Sequence[int] = ()  # of the micro-batch of each rank that has one
         self._own = False  # whether this rank has one
-        self._sent = 0  # how many stages of the round have travelled
-        self._filling: _Stage | None = None  # whose product backward may add to
-        # Tensors that another stream still reads, and the event after which it does not.
-        self._travelling: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
-        self._stream: torch.cuda.Stream | None = None
+        self._sent = 0  # number of stages of the round that were sent
+        self._filling: _Stage | None = None  # to whose product backward may still add
 
     def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
-        """Announce products; all are summed within a micro-batch here."""
+        """Announce products in the order of forward; chunks are always summed per micro-batch."""
         for master, dtype in products:
             stage = _Stage(master, self._shards.get(master), dtype)
             for other in self._stages:
@@ -224,73 +344,63 @@ class OrderedGradients(Gradients):
             self._stages.appendleft(stage)
 
     def begin_update(self) -> None:
-        self._totals.clear()
-        self._begun.clear()
-        self._travelling.clear()
-        self._whole_total = None
+        self._sums.clear()
         expected = {stage.master for stage in self._stages}
-        self._whole = [master for master in self._masters.values() if master not in expected]
+        by_autograd = [master for master in self._masters.values() if master not in expected]
+        self._autograd_sums = _AutogradSums(by_autograd)
         for stage in self._stages:
             stage.made = stage.received = None
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin a round: the backward of a micro-batch of each rank."""
-        self._num_tokens, self._own, self._sent, self._filling = num_tokens, own, 0, None
+        """Begin a round: the backward of a micro-batch on each rank."""
+        self._num_tokens, self._own = num_tokens, own
+        self._sent, self._filling = 0, None
 
     def end_micro_batch(self, failed: bool = False) -> None:
-        """End a round: what has not travelled so far does now."""
+        """End a round: send all stages that were not sent before."""
         self._filling = None
         rest = list(self._stages)[self._sent :]
-        whole = not self._own or all(stage.made is not None for stage in rest)
-        assert failed or whole, "backward gave no gradient of a master weight"
+        complete = not self._own or all(stage.made is not None for stage in rest)
+        assert failed or complete, "backward gave no gradient of a master weight"
         self._send_ready(all_stages=True)
-        self._add_whole()
+        self._autograd_sums.add_round(len(self._num_tokens))
 
     def end_update(self) -> None:
-        while self._travelling:
-            self._await_oldest()
-        for master, total in self._totals.items():
-            master.grad = total
-        self._totals.clear()  # the optimizer's to keep, and to forget before the next rollout
-        if self._whole_total is not None:
-            sizes = [master.numel() for master in self._whole]
-            for master, part in zip(self._whole, self._whole_total.split(sizes), strict=True):
-                master.grad = part.view_as(master)
+        self._sums.finish()
+        self._autograd_sums.finish()
 
     def add(self, master: Tensor, product: Tensor) -> None:
-        """Add a gradient that is there in BF16; chunks of one product are summed in FP32."""
-        stage = self._stage(master)
-        chunks = self._chunks(stage)
+        """Add a BF16 gradient [N, K]; chunks of one product are summed in FP32."""
+        stage, chunks = self._begun(master)
         if stage.dtype == torch.float32:
             product = product.float() if chunks is None else chunks.add_(product)
         self._made(stage, product)
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> None:
-        stage = self._stage(master)
-        self._made(stage, matmul_product(dy, x, self._chunks(stage)))
+        stage, chunks = self._begun(master)
+        self._made(stage, matmul_product(dy, x, chunks))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> None:
-        self._made(self._stage(master, rows=True), rows, values)
+        embedding = (stage for stage in self._stages if stage.dtype is None)
+        self._made(next(stage for stage in embedding if stage.master is master), rows, values)
 
     def buffer(self, master: Tensor) -> tuple[Tensor, None]:
-        """Return float32 zeros of the whole master weight's shape to add to in place."""
-        stage = self._stage(master)
-        product = self._chunks(stage)
+        """Return the float32 product [N, K] of the whole master weight, to add to in place."""
+        stage, product = self._begun(master)
         if product is None:
             product = torch.zeros(stage.shape, dtype=torch.float32, device=master.device)
         self._made(stage, product)
         return product, None
 
-    def _stage(self, master: Tensor, rows: bool = False) -> _Stage:
-        """Return the stage that gathers a master weight's products, or the rows added to it."""
-        return next(s for s in self._stages if s.master is master and (s.dtype is None) == rows)
-
-    def _chunks(self, stage: _Stage) -> Tensor | None:
-        """Return the product that backward has begun of a stage, None if this is the first."""
-        return stage.made[0] if self._filling is stage and stage.made is not None else None
+    def _begun(self, master: Tensor) -> tuple[_Stage, Tensor | None]:
+        """Return the stage of a master weight's products, and the product that backward adds to."""
+        products = (stage for stage in self._stages if stage.dtype is not None)
+        stage = next(stage for stage in products if stage.master is master)
+        filled = stage.made if self._filling is stage else None
+        return stage, None if filled is None else filled[0]
 
     def _made(self, stage: _Stage, *tensors: Tensor) -> None:
-        """Take what backward has made; an FP32 product waits, since more chunks may come."""
+        """Keep a product of backward for sending; an FP32 product waits for further chunks."""
         for hook in (stage.master._backward_hooks or {}).values():
             hook(tensors[-1])
         stage.made = tensors
@@ -298,7 +408,7 @@ class OrderedGradients(Gradients):
         self._send_ready()
 
     def _send_ready(self, all_stages: bool = False) -> None:
-        """Send what is ready, in the order of the stages; or all that is left of the round."""
+        """Send stages in order up to the first that is not ready, or all that are left."""
         while self._sent < len(self._stages):
             stage = self._stages[self._sent]
             if not all_stages and (stage.made is None or stage is self._filling):
@@ -307,108 +417,50 @@ class OrderedGradients(Gradients):
             self._send(stage)
 
     def _send(self, stage: _Stage) -> None:
-        """Exchange the products of one stage, and add what arrives to own rows."""
+        """Exchange the products of one stage, and add those of own rows."""
         made, stage.made = stage.made, None
         if stage.dtype is None:
             self._send_rows(stage, made)
             return
         product = None if made is None else made[0].contiguous()
         if product is None and (self._own or stage.shard is None):
-            # Others wait for what a failed backward did not make; of a whole matrix all send.
+            # Others still expect a product after a failed backward; of a whole matrix all send one.
             product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
-        # The embedding's rows are added in between, when they have come too.
+        count = len(self._num_tokens)
+        # Products of a tied head are added together with the embedding's rows, which come later.
         waits = any(other.before is stage for other in self._stages)
         if stage.shard is None:
             assert product is not None
-            received = gather_equal(product)[: len(self._num_tokens)]
+            received = gather_equal(product)[:count]
             if waits:
                 stage.received = received
             else:
-                self._totals[stage.master] = _summed(self._totals.get(stage.master), received)
+                self._sums.add(stage.master, received)
         elif waits:
             (rows,) = stage.shard.slices(stage.shard.size * stage.shard.num_rows)
-            stage.received, work = self._exchange(stage, product, rows)
+            stage.received, work = self._sums.exchange(stage, product, rows, count)
             if work is not None:
                 work.wait()
         else:
             row_bytes = math.prod(stage.shape[1:]) * stage.dtype.itemsize
             for pieces in stage.shard.slices(max(1, _AT_ONCE // row_bytes)):
-                self._exchange_and_add(stage, product, pieces)
-
-    def _exchange(
-        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
-    ) -> tuple[Tensor, Work | None]:
-        """Send some rows of a product to their owners."""
-        own = rows[self._world.rank]
-        shape = (len(self._num_tokens), own.stop - own.start, *stage.shape[1:])
-        received = torch.empty(shape, dtype=stage.dtype, device=stage.master.device)
-        pieces = None if product is None else [product[piece] for piece in rows]
-        return received, exchange(pieces, received)
-
-    def _exchange_and_add(
-        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
-    ) -> None:
-        """Exchange some rows of a product as `_exchange` does, and add them to the sum."""
-        assert stage.shard is not None, "the rows of a matrix that is divided"
-        received, work = self._exchange(stage, product, rows)
-        own, first = rows[self._world.rank], stage.shard.first_row
-        begun = stage.master in self._totals and (stage.master, own.start) in self._begun
-        if stage.master not in self._totals:
-            # Made on this stream, so that its memory serves other phases too.
-            self._totals[stage.master] = torch.empty_like(stage.master, dtype=torch.float32)
-        self._begun.add((stage.master, own.start))
-        total = self._totals[stage.master][own.start - first : own.stop - first]
-        if work is None:
-            _summed(total, received, begun)
-            return
-        # The sums are made on a stream of their own, next to the backward of the next layers.
-        self._stream = self._stream or torch.cuda.Stream(stage.master.device)
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            _summed(total, received, begun)
-            added = torch.cuda.Event()
-            added.record()
-        sent = [] if product is None else [product]
-        self._travelling.append(([received, total, *sent], added))
-        while len(self._travelling) > _IN_FLIGHT:
-            self._await_oldest()
+                self._sums.exchange_and_add(stage, product, pieces, count)
 
     def _send_rows(self, stage: _Stage, made: tuple[Tensor, ...] | None) -> None:
-        """Give every rank the embedding's rows of all, and add those that this rank owns."""
+        """Gather the embedding's rows of all ranks, and add those that this rank owns."""
         counts, device = self._num_tokens, stage.master.device
         rows = torch.zeros(max(counts), dtype=torch.int64, device=device)
         values = torch.zeros((max(counts), stage.shape[1]), dtype=torch.bfloat16, device=device)
         if made is not None:
             rows[: len(made[0])], values[: len(made[1])] = made
         all_rows, all_values = gather_equal(rows), gather_equal(values)
-        before, received = stage.before, None
-        if before is not None:
-            received, before.received = before.received, None
-        total = self._totals.get(stage.master)
+        received = None
+        if stage.before is not None:
+            received, stage.before.received = stage.before.received, None
         for rank, count in enumerate(counts):
             if received is not None:
-                total = _summed(total, received[rank : rank + 1])
-            total = rows_added(total, all_rows[rank, :count], all_values[rank, :count], stage.own)
-        assert total is not None, "a round has a micro-batch"
-        self._totals[stage.master] = total
-
-    def _add_whole(self) -> None:
-        """Add autograd's gradients of this round: of vectors, whole on every rank."""
-        if not self._whole:
-            return
-        flat = torch.zeros(sum(p.numel() for p in self._whole), device=self._whole[0].device)
-        gradients = [p.grad for p in self._whole if p.grad is not None]
-        if len(gradients) == len(self._whole):
-            torch.cat([gradient.flatten() for gradient in gradients], out=flat)
-        for master in self._whole:
-            master.grad = None
-        gathered = gather_equal(flat)[: len(self._num_tokens)]
-        self._whole_total = _summed(self._whole_total, gathered)
-
-    def _await_oldest(self) -> None:
-        """Let the current stream wait for the oldest sum, so that its tensors can be used again."""
-        _, added = self._travelling.popleft()
-        torch.cuda.current_stream().wait_event(added)
+                self._sums.add(stage.master, received[rank : rank + 1])
+            self._sums.add_rows(stage, all_rows[rank, :count], all_values[rank, :count])
 
 
 def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:

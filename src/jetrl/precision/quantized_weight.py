@@ -1,16 +1,16 @@
-"""The quantized weights of a layer: a master weight, rounded to what GEMMs and norms read.
+"""The quantized weight of a layer: a master weight, rounded to the formats of both sides.
 
-Only here is a weight rounded. There is one tensor for each rounding that a side asks for, and only
-one if both ask for the same: the trainer then multiplies by the very bytes that the sampler did.
-After an update they are overwritten in place: captured CUDA graphs read them by address.
+Weights are rounded only here. If both sides use the same rounding, they share one tensor, so the
+trainer multiplies by the same bytes as the sampler. Updates overwrite the tensors in place, because
+captured CUDA graphs read them by address.
 
-In a run of several processes each rank rounds the rows of a master weight that it owns, and
-receives the rest of the quantized weight, which is whole on every rank.
+With several processes, each rank rounds the rows of the master weight that it owns and gathers the
+other rows: quantized weights are whole on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -35,22 +35,22 @@ def operand_tensors(weight: StoredWeight) -> list[Tensor]:
 
 
 class QuantizedWeight:
-    """A master weight together with its roundings to the formats that the two sides read.
+    """A master weight and its roundings to the formats of the two sides.
 
     Args:
-        master: FP32, [N, K] for a linear layer or [D] for a norm; with a shard this rank's rows.
-        roundings: The roundings of the formats, from `PrecisionPlan.roundings`.
-        shard: The division of the weight's rows among ranks; None if this rank has all.
-        sides: The sides whose roundings are kept.
-        codes: The weight if it is in NVFP4 already; of `master` only the shape is read.
+        master: FP32, [N, K] for a linear layer or [D] for a norm; this rank's rows if divided.
+        formats: The format on each side.
+        roundings: The roundings (`PrecisionPlan.roundings`) to store, of the sides that are used.
+        shard: The division of the weight's rows among ranks; None if it is not divided.
+        codes: The weight in NVFP4, if the files store it so; `master` then has only a shape.
 
     Attributes:
-        fixed: Whether the weight is never rounded again; only fp32 then reads values of `master`.
-        noise: float32, added to the master weight before it is rounded; None: nothing.
+        fixed: Whether the weight is frozen: never rounded again, its master weight freed.
+        noise: float32, added to the master weight before rounding; None: no noise.
 
     Raises:
-        UserError: A side reads FP8 or INT8, and a dimension is not a multiple of 64, or NVFP4, and
-            one is not of 128, or the weight is trained or has a value that is not finite.
+        UserError: A dimension is not a multiple of 64 (FP8, INT8) or of 128 (NVFP4), or an NVFP4
+            weight is trained or not finite.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class QuantizedWeight:
         formats: Mapping[Side, Format],
         roundings: Mapping[Side, Rounding],
         shard: Shard | None = None,
-        sides: Collection[Side] = ("rollout", "train"),
         fixed: bool = False,
         codes: NVFP4Tensor | None = None,
     ) -> None:
@@ -70,7 +69,7 @@ class QuantizedWeight:
         self._roundings = roundings
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
-        kept = {self._roundings[side] for side in sides}
+        kept = set(roundings.values())
         strictest = max(formats.values(), key=lambda format: (format.multiple, format.words))
         if any(n % strictest.multiple for n in self.shape):
             odd = any(n % FP8.multiple for n in self.shape)
@@ -103,7 +102,7 @@ class QuantizedWeight:
         return self.formats[side].operand(weight)
 
     def requantize(self) -> None:
-        """Round the master weight again in place; of a divided one every rank rounds its rows."""
+        """Round the master weight again, in place; with a shard, all ranks must call this."""
         assert not self.fixed, f"{self.name}: a fixed weight has no master weight to round"
         for rounding, earlier in self._stored.items():
             self._rounded(rounding, earlier if self.shard is None else _own(earlier, self.shard))
@@ -118,14 +117,14 @@ class QuantizedWeight:
                 gather_rows(weight, self.shard.counts())
 
     def fp8_scales(self) -> list[Tensor]:
-        """Return the scales of each quantized copy of this weight; none if all are BF16 or FP32."""
+        """Return the scales of this weight's roundings to codes."""
         return [w.scales for w in self._stored.values() if isinstance(w, QTensor)]
 
     def tensors(self) -> list[Tensor]:
         return [t for weight in self._stored.values() for t in operand_tensors(weight)]
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor that forwards read by what `moved` makes of the tensor."""
+        """Replace every tensor that forwards read by `moved(tensor)`."""
         for rounding, weight in self._stored.items():
             if isinstance(weight, QTensor | NVFP4Weight):
                 codes, scales = moved(weight.codes), moved(weight.scales)
@@ -134,13 +133,13 @@ class QuantizedWeight:
                 self._stored[rounding] = moved(weight)
 
     def _empty(self, rounding: Rounding) -> StoredWeight:
-        """Return the whole weight in a rounding, not filled yet."""
+        """Return the whole weight in a rounding, uninitialized."""
         return rounding.format.empty(self.shape, self.master)
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
-        """Return the master weight in a rounding, written over `into` if that is given."""
+        """Return the master weight in a rounding, written to `into` if given."""
         if rounding.format.reads_masters:
-            assert self.noise is None, "a master weight that is read has no room for noise"
+            assert self.noise is None, "noise would change the master weight"
             return self.master
         weight = self.master.detach()
         if self.noise is not None:
@@ -148,7 +147,7 @@ class QuantizedWeight:
         if not weight.numel():  # a rank that owns no row
             assert into is not None, "a whole weight has rows"
             return into
-        if weight.is_meta:  # of a model that is checked before its weights are read
+        if weight.is_meta:  # the model is checked before its weights are read
             return self._empty(rounding)
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
@@ -161,19 +160,19 @@ class QuantizedWeight:
 
 
 def _by_name(rounding: Rounding) -> tuple[str, str, bool, bool]:
-    """Return the place of a rounding among those of a weight."""
+    """Return a sort key."""
     return rounding.format.name, rounding.scales, rounding.through_bf16, rounding.dithered
 
 
 def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
-    """Return the rows of a quantized weight that this rank owns, sharing memory."""
+    """Return a view of the rows of a quantized weight that this rank owns."""
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
     assert isinstance(whole, QTensor), "a weight in NVFP4 is whole on every rank"
-    blocks = slice(*(-(-n // whole.block[0]) for n in (shard.first_row, shard.own_rows.stop)))
-    return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[blocks])
+    first, end = (-(-row // whole.block[0]) for row in (shard.first_row, shard.own_rows.stop))
+    return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[first:end])
 
 
 def _with_padding(x: Tensor) -> Tensor:
-    """Return codes or scales [N, K] with the padding that follows each row in memory."""
+    """Return a view of codes or scales [N, K] that includes the padding of each row in memory."""
     return x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))
