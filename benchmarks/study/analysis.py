@@ -1,4 +1,4 @@
-"""The numbers of a study's report: accuracies, paired differences, collapses and twins."""
+"""The numbers of a study's report: accuracies, paired differences, lost runs and twins."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ Accuracy = Callable[[RunResult], float | None]
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """The differences of an arm from the reference arm, seed by seed.
+    """The paired differences of an arm from the reference arm.
 
     Attributes:
         tests: The mean difference with its interval, and the tests.
         adjusted_t_p: The p-value of the t test, adjusted for the number of arms (Holm).
+        adjusted_rank_p: The same for the signed-rank test.
     """
 
     tests: Comparison
@@ -45,13 +46,13 @@ class ArmResult:
     """The results of an arm at a grid point.
 
     Attributes:
-        common: The held-out accuracy in the study's precision, over seeds; None without any.
-        own: The held-out accuracy in the arm's own precision, over seeds; None without any.
-        comparison: The differences of `common` from the reference arm's, seed by seed; None for
-            the reference arm and if no seed has both.
-        own_comparison: The differences of `own` from the reference arm's, likewise.
-        collapsed: The share of runs that collapsed, with its interval; None without any run.
-        without_weights: The number of runs that left no weights to evaluate.
+        common: The held-out accuracy in the study's precision, over seeds, if any.
+        own: The held-out accuracy in the arm's own precision, over seeds, if any.
+        comparison: The paired differences of `common` from the reference arm; None for the
+            reference arm, and if no seed has both.
+        own_comparison: The same for `own`.
+        collapsed: The share of collapsed runs with its interval; None without runs.
+        without_weights: The number of runs without weights to evaluate.
     """
 
     point: str
@@ -67,11 +68,12 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class TwinGroup:
-    """Runs whose final weights are to be equal, bit for bit.
+    """Runs whose final weights must be bitwise equal.
 
     Attributes:
-        name: The name of the group, of the grid point and of the seed.
-        learnt: If any run had a gradient; without one, equal weights show nothing.
+        name: The names of the grid point and the group, and the seed.
+        digests: The SHA-256 of the final weights, by arm.
+        learnt: Whether any run had a gradient; without one, equal weights prove nothing.
     """
 
     name: str
@@ -81,7 +83,7 @@ class TwinGroup:
 
     @property
     def equal(self) -> bool:
-        """True if all runs left weights, and these are equal."""
+        """True if all runs have weights, and they are equal."""
         return len(set(self.digests.values())) == 1 and all(self.digests.values())
 
 
@@ -101,7 +103,7 @@ def own_accuracy(run: RunResult) -> float | None:
 
 
 def evaluation_of(runs: Iterable[RunResult]) -> Literal["own", "common"]:
-    """Return by which final evaluation runs compare: their own precision's if all have one."""
+    """Return the final evaluation to compare runs by: in own precision if all have one."""
     return "own" if all(run.own or not run.common for run in runs) else "common"
 
 
@@ -114,8 +116,8 @@ def runs_of(runs: Sequence[RunResult], point: Mapping[str, str], arm: str) -> li
 def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmResult]:
     """Return the results of each arm at each grid point, and over all points if there are several.
 
-    Over all points that have runs, the value of a seed is its mean over them, for seeds that have
-    all. If the reference arm has no such seed, results over all points are left out.
+    Over all points, the value of a seed is its mean over the points with runs; only seeds with all
+    of these points count. Without such a seed of the reference arm there are no overall results.
     """
     points = list(grid_points(definition))
     results = []
@@ -177,7 +179,7 @@ def _compared(
 
 
 def by_seed(runs: Sequence[RunResult], accuracy: Accuracy, num_points: int = 1) -> dict[int, float]:
-    """Return the accuracy of each seed that has all grid points: the mean over these."""
+    """Return the mean accuracy over grid points of each seed that has all of them."""
     values: dict[int, list[float]] = {}
     for run in runs:
         value = accuracy(run)
@@ -191,10 +193,7 @@ def _interval(values: Mapping[int, float], level: float) -> Interval | None:
 
 
 def has_collapsed(run: RunResult, rule: CollapseSection) -> bool:
-    """Return if a run has collapsed by the rule of the study.
-
-    The stretches of the rule are counted in the points of the kept curve.
-    """
+    """Return whether a run has collapsed by the rule of the study, applied to its stored curve."""
     if run.end == "nonfinite":
         return True
     kept = [value for value in run.curves.values.get(rule.metric, []) if value is not None]
@@ -213,7 +212,7 @@ def mean_of_curve(run: RunResult, metric: str) -> float | None:
 
 
 def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[TwinGroup]:
-    """Yield the groups of runs whose final weights are to be equal, of two runs or more."""
+    """Yield the groups of two or more runs whose final weights must be equal."""
     marks = dict.fromkeys(arm.twin for arm in definition.arms.values() if arm.twin)
     for mark in marks:
         arms = [name for name, arm in definition.arms.items() if arm.twin == mark]
@@ -233,7 +232,7 @@ def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[T
 
 
 def learned_nothing(run: RunResult) -> bool:
-    """Return if no step of a run had a gradient, as with equal rewards in every group."""
+    """Return whether no step of a run had a gradient, as with equal rewards in every group."""
     norms = run.curves.values.get(GRADIENT, ())
     return len(norms) > 0 and not any(norms)
 
@@ -271,7 +270,7 @@ class LostRuns:
 
 
 def lost_names(definition: Definition, runs: Sequence[RunResult]) -> dict[str, Loss]:
-    """Return the names of the runs that were lost, each with the rule that found it."""
+    """Return the names of lost runs, each with the rule that applies."""
     lost: dict[str, Loss] = {}
     for point in grid_points(definition):
         here = [run for run in runs if run.point == dict(point)]
@@ -290,7 +289,7 @@ def lost_names(definition: Definition, runs: Sequence[RunResult]) -> dict[str, L
 
 
 def lost_runs(definition: Definition, runs: Sequence[RunResult]) -> Iterator[LostRuns]:
-    """Yield the lost runs of each arm at each grid point, and at all points together."""
+    """Yield the lost runs of each arm at each grid point, and over all points."""
     lost = lost_names(definition, runs)
     points = list(grid_points(definition))
     for point in points:
@@ -307,7 +306,7 @@ def _lost_compared(
     of_arm: Mapping[str, Sequence[RunResult]],
     lost: Mapping[str, Loss],
 ) -> Iterator[LostRuns]:
-    """Yield the lost runs of each arm that has runs, compared with the reference arm's."""
+    """Yield the lost runs of each arm, compared with the reference arm's."""
     level = definition.study.level
     counts = {arm: _counted(point, arm, runs, lost, level) for arm, runs in of_arm.items() if runs}
     reference = counts.get(definition.reference)
@@ -327,7 +326,7 @@ def _lost_compared(
 def _counted(
     point: str, arm: str, runs: Sequence[RunResult], lost: Mapping[str, Loss], level: float
 ) -> LostRuns:
-    """Return the count of an arm's lost runs, at least one run, without a comparison."""
+    """Return the lost runs of an arm with at least one run, without a comparison."""
     found = [lost[run.name] for run in runs if run.name in lost]
     share = share_interval(len(found), len(runs), level)
     return LostRuns(point, arm, len(runs), found.count("collapsed"), found.count("behind"), share)

@@ -1,7 +1,7 @@
-"""The curves of a study: metrics over steps, with a line for each arm and a band over seeds.
+"""The curves of a study: metrics over steps, with a line per arm and a band over seeds.
 
-The line is the mean, the band reaches from the lowest seed to the highest. A run that collapsed or
-fell behind has a thin line of its own: it would hide in a mean.
+The line is the mean; the band ranges from the lowest to the highest seed. Lost runs are also drawn
+as thin lines, because a mean would hide them.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ CURVES = (
 
 
 def color_of(definition: Definition, arm: str) -> str:
-    """Return the colour of an arm, the same in all plots of a study."""
+    """Return the color of an arm, the same in all plots of a study."""
     return COLORS[LINES[list(definition.arms).index(arm) % len(LINES)]]
 
 
 def dash_of(definition: Definition, arm: str) -> str:
-    """Return the line style of an arm: colours that come a second time are dashed."""
+    """Return the line style of an arm, which differs when colors repeat."""
     return DASHES[list(definition.arms).index(arm) // len(LINES) % len(DASHES)]
 
 
 def curve_charts(
     definition: Definition, runs: Sequence[RunResult], point: Mapping[str, str]
 ) -> list[Chart]:
-    """Return the plots over steps of a grid point, of the metrics that its runs have."""
+    """Return the plots of a grid point, one per metric that its runs have."""
     by_arm = {arm: runs_of(runs, point, arm) for arm in definition.arms}
     lost = frozenset(lost_names(definition, runs))
     charts = (_curve_chart(definition, by_arm, kind, point, lost) for kind in CURVES)
@@ -86,7 +86,7 @@ def _curve_chart(
     point: Mapping[str, str],
     lost: frozenset[str],
 ) -> Chart | None:
-    """Return the plot of a metric over steps at a grid point; None where no run has it."""
+    """Return the plot of a metric at a grid point; None if no run has it."""
     bands = {}
     for arm, runs in by_arm.items():
         band = _band([curve_of(run, kind) for run in runs])
@@ -145,7 +145,7 @@ def _curve_chart(
 
 
 def _limits(kind: CurveKind, means: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the ends of a logarithmic axis, powers of ten around the means; else no ends."""
+    """Return the limits of a logarithmic axis, powers of ten around the means; else infinite."""
     if not kind.log:
         return -math.inf, math.inf
     positive = np.concatenate(means)
@@ -155,13 +155,13 @@ def _limits(kind: CurveKind, means: Sequence[np.ndarray]) -> tuple[float, float]
 
 
 def label_powers(axis: Axis) -> None:
-    """Label a logarithmic axis at the powers of ten alone."""
+    """Label a logarithmic axis only at powers of ten."""
     axis.set_major_formatter(lambda value, _: f"{value:.0e}")
     axis.set_minor_formatter(NullFormatter())
 
 
 def _shown(means: np.ndarray, unit: str) -> str:
-    """Return the last mean of a curve in words."""
+    """Return the last mean of a curve as text."""
     known = means[np.isfinite(means)]
     if not len(known):
         return "none"
@@ -180,7 +180,7 @@ def curve_of(run: RunResult, kind: CurveKind) -> dict[int, float]:
 def _band(
     curves: Sequence[Mapping[int, float]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return steps, and the mean, the lowest and the highest value at each; None without values."""
+    """Return steps, means, minima and maxima of curves; None without values."""
     steps = sorted({step for curve in curves for step in curve})
     if not steps:
         return None

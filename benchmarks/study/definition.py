@@ -42,11 +42,12 @@ class Definition:
         study: The section [study].
         eval: The section [eval].
         collapse: The section [collapse].
-        start: The section [start]; None: runs begin as their settings say.
-        arms: The own keys of each arm, by name, in the order of the file.
+        start: The section [start]; None: the initial weights are those of the settings.
+        arms: The keys of each arm other than settings, by name, in the order of the file.
         recipe: The recipe below all settings; None: the defaults.
-        grid: The values of each axis, by the names of axis and value.
-        start_settings: The settings of the supervised training that differ from the runs'.
+        grid: The settings of each value, by axis and value.
+        start_settings: The settings of the supervised training that differ from those of the runs.
+        origins: The file and line of each key, for messages.
     """
 
     source: Path
@@ -65,7 +66,7 @@ class Definition:
 
     @property
     def reference(self) -> str:
-        """The arm that the others are compared with."""
+        """The arm with which the others are compared."""
         return self.study.reference or next(iter(self.arms))
 
     @property
@@ -80,7 +81,7 @@ class Definition:
 
     @property
     def evaluates_training_set(self) -> bool:
-        """True if the settings of all runs let them be evaluated on the training prompts."""
+        """True if all runs are evaluated on their training prompts."""
         task = self.common.get("task")
         return isinstance(task, dict) and task.get("eval_split") == "train"
 
@@ -94,7 +95,7 @@ class Definition:
 
 
 def read_definition(path: Path) -> Definition:
-    """Return the definition that a study file holds."""
+    """Return the definition in a study file."""
     try:
         text = read_text(path)
         tree = tomllib.loads(text)
@@ -204,7 +205,7 @@ def _origins_of(text: str, source: Path) -> Origins:
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_length=40)]
-"""The name of a study, an arm, an axis or a value: it becomes part of a folder's name."""
+"""The name of a study, an arm, an axis or a value, which becomes part of a folder's name."""
 Layer = dict[str, Any]
 """Settings as nested tables: section, key, value."""
 
@@ -288,8 +289,8 @@ class EvalSection(Section):
 class CollapseSection(Section):
     """The section `[collapse]`: the rule by which a run counts as collapsed.
 
-    A run has collapsed if it ended on numbers that are not finite, or if the mean of a metric over
-    the last stretch of its steps is below a share of the highest mean over any stretch as long.
+    A run has collapsed if it ended on non-finite numbers, or if the mean of a metric over its last
+    steps is below a share of the highest mean over as many consecutive steps.
     """
 
     metric: str = Field("reward/mean", description="metric that falls")
@@ -336,7 +337,7 @@ class StartSection(Section):
 
 
 class Arm(Section):
-    """The keys of an arm, other than the settings of its runs."""
+    """The keys of an arm other than settings."""
 
     label: str = Field("", description="name in plots and tables; empty: the arm's name")
     twin: bool | str = Field(

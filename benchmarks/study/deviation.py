@@ -1,9 +1,9 @@
 """A sampler that differs from the trainer in a known way, for studies of the mismatch.
 
-A `DeviatingPlan` gives the sampler formats, scales, keys and values, sums or logits of its own. It
-joins the package at `PrecisionPlan`: code that computes for one side asks `plan.on(side)`, and the
-sampler draws from `plan.before_draw(logits, bits)`. Nothing else in jetrl knows of it: from Python
-such a plan is given to a `Policy`, and a command runs with one as
+A `DeviatingPlan` changes the sampler's formats, scales, KV cache, sums or logits. It joins the
+package at `PrecisionPlan`: code for one side asks `plan.on(side)`, and the sampler draws from
+`plan.before_draw(logits, bits)`. Nothing else in jetrl knows about it. In Python, pass such a plan
+to a `Policy`; run a command with one as
 
     python -m benchmarks.study.deviation '{"logit_noise": 0.1}' train recipe.toml
 
@@ -43,7 +43,7 @@ Noise = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class SamplerDeviation(Section):
-    """What the sampler computes otherwise than the trainer; by default nothing.
+    """The differences of the sampler from the trainer; by default none.
 
     `precision.weights_through_bf16` is a setting of all runs, and not among these.
     """
@@ -87,12 +87,12 @@ _SCHEMA = TypeAdapter(SamplerDeviation)
 
 
 def deviation_of(table: Mapping[str, Any], where: str) -> SamplerDeviation:
-    """Return the deviation that a table says, as TOML or JSON has it; else UserError."""
+    """Return the deviation in a table from TOML or JSON; raise UserError if it is invalid."""
     return checked(_SCHEMA, dict(table), f"{where}: {SECTION}")
 
 
 class _FP8Weights(Format):
-    """The values of FP8 codes of a weight, as BF16, next to BF16 activations."""
+    """Weights rounded to FP8 and stored as BF16, with BF16 activations."""
 
     has_rule = True
 
@@ -103,7 +103,7 @@ class _FP8Weights(Format):
 
 
 class _FP8Activations(Format):
-    """BF16 weights that multiply the values of FP8 codes of X."""
+    """BF16 weights, with activations rounded to FP8."""
 
     def operand(self, stored: StoredWeight) -> StoredWeight:
         assert isinstance(stored, Tensor), "only X is coded"

@@ -1,28 +1,27 @@
-"""How far each arm of a study ends from its reference arm, how many runs it loses, and its costs.
+"""Effects of a study's arms relative to the reference arm, their lost runs, and their costs.
 
     python -m benchmarks.study.effects RESULTS.json [...] [--out FILE.json]
     python -m benchmarks.study.effects RESULTS.json [...] --figure FILE.svg
     python -m benchmarks.study.effects RESULTS.json [...] --against mixed alike
     python -m benchmarks.study.effects RESULTS.json [...] --reference int8
 
-A row per grid point and arm, from committed results, in seconds. An effect is the final held-out
-accuracy minus that of the reference arm's run with the same seed and the same first weights, each
-in its own precision if all runs of the point have one, else in the study's. It is taken in points,
-and in log-odds, where half a right and half a wrong answer are added to each run (Haldane 1956,
-Anscombe 1956), so 0% and 100% are finite. Its estimate is that of Hodges and Lehmann (1963), with
-the exact 95% interval of the signed-rank test; fewer than six pairs have none. `gain` is the effect
-on what a run gained since its start, in log-odds: a level in a run's own precision also has the
-error with which that precision evaluates, and a gain has less of it. It is not tested. Lost runs
-(docs/studies.md) are compared with the reference arm's by Fisher's exact test.
+The output has a row per grid point and arm. An effect is the final held-out accuracy minus that of
+the reference arm's run with the same seed and initial weights. Accuracies are in each run's own
+precision if all runs of the point have one, else in the study's. Effects are given in points and in
+log-odds; log-odds add half a right and half a wrong answer to each run (Haldane 1956, Anscombe
+1956), so that 0% and 100% are finite. The estimate is Hodges and Lehmann's (1963), with the exact
+95% interval of the signed-rank test from six pairs on. `gain` is the effect on the improvement
+since the start, in log-odds: it has less of the evaluation error of a run's own precision. It is
+not tested. Lost runs (docs/studies.md) are compared with the reference arm's by Fisher's exact
+test.
 
-The tests of all rows, effects and losses, are one family, adjusted by Holm's method (1979). A test
-that no outcome could bring below 0.05 does not count (Tarone 1990): fewer than six pairs, or too
-few lost runs in both arms together.
+The tests of all rows, on effects and losses, are one family, adjusted by Holm's method (1979).
+Tests that cannot reach 0.05 do not count (Tarone 1990): fewer than six pairs, or too few lost runs.
 
-A step's time is divided into rollouts, updates and the rest, without evaluations and checkpoints.
-`--against` prints only the lost runs of all points and files together, by arm, and Fisher's test of
-the named arms against all others. `--figure` draws effects and losses against the K3 KL; it leaves
-out studies whose arms differ in more than their flow.
+The time of a step is divided into rollout, update and rest, without evaluations and checkpoints.
+`--against` only prints the lost runs per arm over all points and files, and Fisher's test of the
+named arms against all others. `--figure` plots effects and losses against the K3 KL, without
+studies whose arms differ in more than their flow.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ NOT_OF_A_STEP = ("eval", "checkpoint")
 
 
 def rows_of(results: Results, reference: str | None = None) -> Iterator[Row]:
-    """Yield the row of each grid point and arm that has runs, without adjusted p-values."""
+    """Yield a row per grid point and arm with runs, without adjusted p-values."""
     definition = definition_of(results.definition, results.path)
     reference = reference or definition.reference
     runs = list(results.runs.values())
@@ -120,13 +119,13 @@ def rows_of(results: Results, reference: str | None = None) -> Iterator[Row]:
 
 
 def _differs_in_flow(results: Results) -> bool:
-    """Return if the arms of a study differ in nothing but their flow."""
+    """Return whether the arms of a study differ only in their flow."""
     arms = definition_of(results.definition, results.path).arm_settings.values()
     return all(settings.keys() <= OF_A_FLOW for settings in arms)
 
 
 def _flow(definition: Definition, point: Mapping[str, str], arm: str) -> Row:
-    """Return the kind of an arm's flow, updates per step, and if the model is pretrained."""
+    """Return an arm's kind of flow, its updates per step, and whether its model is pretrained."""
     values = [definition.grid[axis][value] for axis, value in point.items()]
     base = load_config(definition.recipe).train.updates_per_step
     settings: dict[str, Row] = {"train": {"updates_per_step": base}}
@@ -180,7 +179,7 @@ def _accuracies(runs: Sequence[RunResult], kind: str) -> Row:
 
 
 def _effect(runs: Sequence[RunResult], base: Sequence[RunResult], kind: str) -> Row:
-    """Return the differences from the reference arm's runs, and the test of them."""
+    """Return the differences from the reference arm's runs, with their test."""
     by_seed = {run.seed: run for run in base}
     pairs = [
         (run, other)
@@ -210,7 +209,7 @@ def _effect(runs: Sequence[RunResult], base: Sequence[RunResult], kind: str) -> 
 
 
 def _gain(run: RunResult, other: RunResult, kind: str) -> float | None:
-    """Return how much more a run gained since its start than another one, in log-odds."""
+    """Return how much more a run improved since its start than another one, in log-odds."""
     odds = []
     for one in (run, other):
         start, final = _start(one), _final(one, kind)
@@ -229,7 +228,7 @@ def _mean(name: str, differences: Sequence[float]) -> Row:
 
 
 def _course(runs: Sequence[RunResult]) -> Row:
-    """Return the means of what was measured on the way, over the runs."""
+    """Return the means of training metrics over the runs."""
     row: Row = {}
     for name, metric in MEANS.items():
         values = [mean for run in runs if (mean := mean_of_curve(run, metric)) is not None]
@@ -252,7 +251,7 @@ def _tenths(run: RunResult, metric: str) -> tuple[float, float] | None:
 
 
 def _time(runs: Sequence[RunResult]) -> Row:
-    """Return the number of steps of a run, and their seconds by phase."""
+    """Return the steps of a run, and their seconds by phase."""
     row: Row = {"steps": max(run.steps for run in runs)}
     timed = [run.seconds for run in runs if run.seconds.get("step")]
     if timed:
@@ -388,7 +387,7 @@ def lost_table(rows: Sequence[Row], against: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw effects and shares of lost runs against the measured K3 KL, a mark per row."""
+    """Plot effects and shares of lost runs against the measured K3 KL, one mark per row."""
     rows = [row for row in rows if "k3_kl" in row]
     rows.sort(key=lambda row: list(FLOWS).index(row["flow"]))
     kls = [row["k3_kl"] for row in rows if row["k3_kl"]]
@@ -427,7 +426,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 
 def _mark(axes: Axes, row: Row, x: float, y: float, ends: Sequence[float]) -> None:
-    """Draw the mark of a row with its interval; without one it is hollow."""
+    """Draw the mark of a row with its interval; it is hollow without an interval."""
     color = COLORS[FLOWS[row["flow"]][1]]
     if ends:
         axes.plot([x, x], ends, color=color, linewidth=1.1, alpha=0.6)

@@ -1,7 +1,7 @@
-"""The evaluation of a run's final weights: all runs by one engine in one precision, and their own.
+"""The evaluation of a run's final weights, in the study's precision and in its own.
 
-A study starts a process for it (`jetrl study --evaluate REQUEST.json`) for each run that has ended;
-its outcome is written next to the request.
+The study runs it as a command (`jetrl study --evaluate REQUEST.json`) after each training. The
+outcome is written next to the request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer 
 
 
 def has_weights(run: Path) -> bool:
-    """Return whether a run has left weights that can be evaluated."""
+    """Return whether a run has weights to evaluate."""
     steps = Checkpoints(run / "checkpoints").steps()
     return bool(steps) or (run / "model" / "config.json").is_file() or is_adapter(run / "model")
 
@@ -48,7 +48,8 @@ def has_weights(run: Path) -> bool:
 def sha256_of_weights(run: Path) -> str:
     """Return the SHA-256 of a run's newest master weights: names, dtypes, shapes and bytes.
 
-    It does not depend on how many processes wrote them. "" where only an exported model is left.
+    It does not depend on the number of processes that wrote them. "" if only an exported model is
+    left.
     """
     location = find_model(run)
     masters = Checkpoints.masters(location.path)
@@ -97,7 +98,7 @@ def _stored_plan(run: Path) -> PrecisionPlan:
 
 
 def _exported(run: Path, settings: Settings, request: Request) -> FinalEvaluation:
-    """Return the evaluation of the files that `jetrl export` writes of a run."""
+    """Return the evaluation of a run's export, as `jetrl export` writes it."""
     device, rounding = settings.run.device, request.bf16_rounding
     with tempfile.TemporaryDirectory() as folder:
         open_policy(run, None, device).save_pretrained(folder, overwrite=True)
@@ -149,7 +150,7 @@ def _device_name(policy: Policy) -> str:
 
 
 def answer_request(file: Path) -> None:
-    """Evaluate as a request file asks, and write the outcome beside it."""
+    """Evaluate the run of a request file, and write the outcome next to it."""
     try:
         request = read_stored(file, REQUEST)
     except FileNotFoundError:

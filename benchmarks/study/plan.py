@@ -1,7 +1,7 @@
-"""The runs of a study: every grid point times every arm times every seed, with whole settings.
+"""The runs of a study: every grid point, arm and seed, with complete settings.
 
-The settings of a run are put together in this order, the later ones winning: the recipe, the common
-settings, the value of each axis, the arm. All are resolved and checked before anything is run.
+The settings of a run are merged in this order, later ones taking precedence: the recipe, the common
+settings, the value of each axis, the arm. All are resolved and checked before any run starts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ THROUGH_BF16 = "weights_through_bf16"  # once of the sampler's deviation, now of
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """Supervised training whose weights several runs begin from.
+    """A base checkpoint: supervised training before several runs.
 
     Attributes:
-        digest: A digest of these settings as far as they differ from their defaults.
-        said: A digest of what the study and its recipe say of these settings.
+        digest: The digest of the settings that differ from their defaults.
+        said: The digest of the settings in the study file and recipe.
     """
 
     name: str
@@ -56,12 +56,11 @@ class PlannedRun:
 
     Attributes:
         point: The grid point: the name of a value by the name of its axis.
-        digest: A digest of these settings as far as they differ from their defaults, and of those
-            of its start.
-        said: A digest of what the study and its recipe say of these settings, likewise; it stays
-            when a default is changed.
-        start: The training that made its first weights; None: its own settings say.
-        deviation: What its sampler computes otherwise than its trainer.
+        digest: The digest of the settings that differ from their defaults, its start's included.
+        said: The digest of the settings in the study file and recipe, its start's included. It
+            does not change with a default.
+        start: The training of its initial weights; None: its own settings name them.
+        deviation: The difference of its sampler from its trainer.
     """
 
     name: str
@@ -81,7 +80,7 @@ class PlannedRun:
 
 
 def recipe_of(settings: Settings) -> str:
-    """Return a run's recipe as TOML: settings of the study and of the recipe, without defaults."""
+    """Return a run's recipe as TOML: the settings of study file and recipe, without defaults."""
     return to_toml(settings, defaults=False)
 
 
@@ -97,7 +96,7 @@ Flat = dict[str, _Setting]
 
 
 def planned_runs(definition: Definition) -> list[PlannedRun]:
-    """Return all runs of a study in the order of seeds: the first runs cover all arms."""
+    """Return all runs of a study by seed, so that the first runs cover all arms."""
     runs = []
     for seed in definition.study.seeds:
         for point in grid_points(definition):
@@ -114,17 +113,17 @@ def planned_runs(definition: Definition) -> list[PlannedRun]:
 
 
 def grid_points(definition: Definition) -> Iterator[dict[str, str]]:
-    """Yield the points of the grid: for the name of each axis the name of a value."""
+    """Yield the grid points, each a mapping from axis to the name of a value."""
     for names in itertools.product(*definition.grid.values()):
         yield dict(zip(definition.grid, names, strict=True))
 
 
 def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
-    """Return the runs that --only names.
+    """Return the runs selected by --only.
 
     Args:
-        only: Names of arms, AXIS=VALUE and seed=NUMBER; none: all runs. Several arms are
-            alternatives, and so are several values of an axis and several seeds.
+        only: Names of arms, AXIS=VALUE and seed=NUMBER; none: all runs. Arms are alternatives, as
+            are values of one axis and seeds.
     """
     arms = {run.arm for run in runs}
     values = {f"{axis}={value}" for run in runs for axis, value in _place_of(run).items()}
@@ -144,7 +143,7 @@ def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
 
 
 def _place_of(run: PlannedRun) -> dict[str, str]:
-    """Return the seed of a run and its grid point, whose axes win where one is called seed."""
+    """Return the seed and grid point of a run; an axis named seed takes precedence."""
     return {"seed": str(run.seed), **run.point}
 
 
@@ -178,7 +177,7 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
 
 
 def _without_deviation(definition: Definition, flat: Flat) -> tuple[Flat, SamplerDeviation]:
-    """Return the settings of a run, and its sampler's deviation, which is none of its settings."""
+    """Return the settings of a run without its sampler's deviation, and that deviation."""
     own = {
         key: setting
         for key, setting in flat.items()
@@ -208,7 +207,7 @@ def _planned_start(
         raise UserError(
             f"{definition.place('start')}: [start] trains sft.steps updates, and sft.steps = 0"
         )
-    # What plays no part before the first step does not make another start of it.
+    # Settings without effect before the first step must not change the digest.
     defaults = Settings()
     precision = PrecisionSettings(preset=section.precision, pinned_sums=section.pinned_sums or None)
     own = section.model_dump(include={"kv", "bf16_rounding"}, exclude_none=True)
@@ -247,14 +246,14 @@ def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: 
 
 
 def _override(key: str, value: Any) -> str:
-    """Return a value as an override writes it: `none` unsets a setting."""
+    """Return a value in the notation of overrides, where `none` unsets a setting."""
     if key == "task.name":
         value = EXAMPLES.get(value, value)
     return "none" if value == "none" else toml_value(value)
 
 
 def _flat(definition: Definition, layer: Layer, path: str) -> Flat:
-    """Return the settings of a table by dotted key, each with its place in the file."""
+    """Return the settings of a table by dotted key, with their places in the file."""
 
     def walk(tree: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[str, _Setting]]:
         for key, value in tree.items():
@@ -268,7 +267,7 @@ def _flat(definition: Definition, layer: Layer, path: str) -> Flat:
 
 
 def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
-    """Return settings of which later layers win."""
+    """Return the merged settings of layers; later ones take precedence."""
     merged: Flat = {}
     for layer in layers:
         name = layer.get("task.name")
@@ -309,7 +308,7 @@ def _said(settings: Settings, deviation: SamplerDeviation, start: str = "") -> s
 
 
 def _put_deviation(tree: dict[str, Any], own: dict[str, Any]) -> None:
-    """Put the deviation, and what was of it once, where digests of earlier runs have it."""
+    """Add the deviation, and a setting that once belonged to it, as in digests of earlier runs."""
     precision = tree.get("precision", {})
     if THROUGH_BF16 in precision:
         own = own | {THROUGH_BF16: precision.pop(THROUGH_BF16)}

@@ -1,17 +1,16 @@
-"""How far an arm lies from another one over several studies, seed by seed.
+"""The paired difference of two arms, pooled over several studies.
 
     python -m benchmarks.study.pooled benchmarks/results/study/behind.json:kv-int8:bf16 ...
 
-Each word names a results file, an arm, and the arm that it is compared with. All pairs of runs of
-one study, grid point and seed are put together: their rank estimate and their mean difference,
-each with its interval, the signed-rank test and the test of equivalence. The rank estimate
-(Hodges-Lehmann) is the median of all pairwise averages; its interval is that of the signed-rank
-test, so one collapsed run does not decide it. From committed results, in seconds. The accuracy of
-a run is that in its own precision if both runs of a pair have one, unless `--common` is given, and
-otherwise that in the precision of the study; the line says how many pairs have their own. Two runs
-of a pair that began from different weights are an error.
+Each argument names a results file, an arm, and the arm to compare with. Runs of one study, grid
+point and seed form a pair. The output has the rank estimate and the mean difference of all pairs
+with their intervals, the signed-rank test and the equivalence test. The rank estimate
+(Hodges-Lehmann) is the median of all pairwise averages, with the interval of the signed-rank test,
+so that one collapsed run does not decide it. Accuracies are in each run's own precision if both
+runs of a pair have one, unless `--common` is given, else in the study's; the output counts the
+former. Runs of a pair with different initial weights are an error.
 
-Such a sum is no test of its own where it was formed after its studies were seen.
+A pool chosen after its studies were seen is not an independent test.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ MARGIN = 0.01  # as study.margin
 
 
 def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResult]]:
-    """Yield the two runs of each grid point and seed that both arms have.
+    """Yield the runs of both arms at each grid point and seed.
 
     Args:
-        points: The grid points that count; none: all. Studies without a grid count whole.
+        points: The grid points to use; none: all. Studies without a grid are always used.
     """
     path, *arms = word.rsplit(":", 2)
     if len(arms) != 2:
@@ -52,7 +51,7 @@ def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResu
 
 
 def difference(run: RunResult, other: RunResult, common: bool = False) -> tuple[float, bool]:
-    """Return how far a run ends above another one, and whether each has its own precision."""
+    """Return the difference of two runs' accuracies, and whether both are in own precision."""
     if run.start_sha256 != other.start_sha256:
         raise UserError(f"{run.name} and {other.name} began from different weights")
     for accuracy in (own_accuracy, common_accuracy)[common:]:

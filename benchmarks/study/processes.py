@@ -1,8 +1,8 @@
-"""Child processes of a study, several to a card, each of which runs one command after the other.
+"""Child processes of a study, several per GPU, each of which runs a sequence of commands.
 
-A child has a session of its own, so that Ctrl-C in the terminal reaches the study alone, which then
-ends the children one by one: SIGTERM, on which a run leaves a checkpoint, and SIGKILL for those
-that do not end.
+Children have their own sessions, so that Ctrl-C in the terminal reaches only the study. The study
+then ends its children: with SIGTERM, on which a run writes a checkpoint, and with SIGKILL if they
+do not end.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Job:
     """A command to run.
 
     Attributes:
-        name: The name of the run that it is for.
+        name: The name of its run.
         words: The words of the command, without the program's name.
-        log: The file that gets what it prints, behind what is in it.
+        log: The file to which its output is appended.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Job:
 
 
 class Worker:
-    """A process that runs commands one after the other (`benchmarks.study.processes`).
+    """A process that runs a sequence of commands (`benchmarks.study.worker`).
 
     Args:
-        card: The GPU that it has; None: it sees those that the study sees.
+        card: Its GPU; None: all that the study sees.
 
     Attributes:
         returncode: The exit code of its last command; None while that runs.
@@ -80,7 +80,7 @@ class Worker:
         return self._process.poll() is None
 
     def order(self, job: Job) -> None:
-        """Let it run a command; the last one has ended."""
+        """Start a command; the last one must have ended."""
         assert self._process.stdin is not None
         self.returncode = None
         with suppress(BrokenPipeError):  # it has died meanwhile: `poll` returns its exit code
@@ -94,23 +94,23 @@ class Worker:
         return self.returncode
 
     def _has_answered(self) -> bool:
-        """Return whether the answer to the command is there; it is taken."""
+        """Return whether the command's answer has arrived, and consume it."""
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], 0)
         return bool(readable and self._process.stdout.read(64))
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM, on which a run leaves a checkpoint."""
+        """Send SIGTERM, on which a run writes a checkpoint."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it with the processes that it started, as a power cut would."""
+        """Kill it and the processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it where it waits for a command, and wait until it has ended."""
+        """End the idle process and wait for it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -121,10 +121,10 @@ class Worker:
 
 @dataclass
 class Child:
-    """A command that is running.
+    """A running command.
 
     Attributes:
-        card: The GPU that it has; None: it sees those that the study sees.
+        card: Its GPU; None: all that the study sees.
     """
 
     job: Job
@@ -133,7 +133,7 @@ class Child:
 
 
 class Pool:
-    """Places for child processes, as many on each card.
+    """Slots for child processes, the same number on each GPU.
 
     Args:
         cards: The GPUs, as CUDA_VISIBLE_DEVICES names them; none: the children run on the CPU.
@@ -155,16 +155,16 @@ class Pool:
 
     @property
     def has_place(self) -> bool:
-        """True if another child may be started."""
+        """True if another child can start."""
         return bool(self._places)
 
     def warm_up(self, most: int) -> None:
-        """Start processes before there are commands for them, so that they have begun by then."""
+        """Start processes ahead of their commands."""
         for card in self._places[:most]:
             self._idle.append(self._worker(card))
 
     def start(self, job: Job) -> Child:
-        """Start a command at a free place, on the card with the fewest children."""
+        """Start a command in a free slot, on the GPU with the fewest children."""
         card = self._places.pop(0)
         with storing(job.log):
             job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ class Pool:
         return Worker(self._program, card, environment)
 
     def _idle_worker(self, card: str | None) -> Worker | None:
-        """Return a process on a card that waits for a command; None if no process does."""
+        """Return an idle process on a GPU, if any."""
         for worker in [one for one in self._idle if one.card == card]:
             self._idle.remove(worker)
             if worker.is_alive:
@@ -196,7 +196,7 @@ class Pool:
         return None
 
     def ended(self) -> list[Child]:
-        """Return the children that have ended since the last call; their places are free."""
+        """Return the children that have ended since the last call, and free their slots."""
         gone = [child for child in self.children if child.process.poll() is not None]
         for child in gone:
             self.children.remove(child)
@@ -205,7 +205,7 @@ class Pool:
         return gone
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Send SIGTERM to all children, wait for their end, and end all processes."""
+        """End all children with SIGTERM, and after the grace period with SIGKILL."""
         for child in self.children:
             child.process.ask_to_end()
         try:
@@ -226,7 +226,7 @@ class Pool:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, where an error message stands; or ""."""
+    """Return the last non-empty line of a log, usually the error message; or ""."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

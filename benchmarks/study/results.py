@@ -1,9 +1,9 @@
-"""The results file of a study: the outcomes of its runs, small enough to be committed.
+"""The results file of a study: the outcomes of its runs, small enough to commit.
 
-It is one JSON object with one run per line: the study's definition, the machine, and of each run
-how it ended, the digest of its final weights, its evaluations, its seconds by phase and its curves,
-thinned. The report is made from only this file, and a run that stands in it is not run again,
-wherever the rest of its files went.
+It is one JSON object with one run per line: the study's definition, the machine, and for each run
+its end, the digest of its final weights, its evaluations, its seconds by phase and its curves at
+reduced resolution. The report needs only this file, and a run in it is not made again, even if the
+run's other files are gone.
 """
 
 from __future__ import annotations
@@ -74,20 +74,21 @@ class RunResult(Stored):
 
     Attributes:
         point: The names of its grid point's values, by axis.
-        said: The digest of what the study said of them, likewise; "" in older files.
-        reason: The message that it ended with, where it did not come to its last step.
+        digest: The digest of its settings (`PlannedRun`).
+        said: The digest of the settings in the study file and recipe; "" in older files.
+        reason: The message with which it ended before its last step.
         seconds: The sum of each `timing/` metric over its steps, by phase, and the seconds of the
-            final evaluation, as FINAL_EVALUATION; older files have none of the latter.
-        weights_sha256: The SHA-256 of its final FP32 master weights; "" where it left none.
-        start_sha256: The SHA-256 of the weights that it began from; "" for random weights, and for
-            a model that was in no folder of the machine.
-        compared_tokens: The tokens whose log-probs of sampler and trainer were compared.
-        different_tokens: The compared tokens whose log-probs differ in any bit.
+            final evaluation as FINAL_EVALUATION, which older files lack.
+        weights_sha256: The SHA-256 of its final FP32 master weights; "" if it left none.
+        start_sha256: The SHA-256 of its initial weights; "" for random weights, and for a model
+            that was not a local folder.
+        compared_tokens: Tokens whose log-probs in sampler and trainer were compared.
+        different_tokens: Compared tokens whose log-probs differ in any bit.
         common: The evaluation in the study's precision; None without weights.
-        own: The evaluation in the run's own precision; None without one.
-        exported: The evaluation of its exported BF16 files in the study's precision; None without.
-        curves: The metrics of its steps, each a mean over the steps around.
-        held_out: The held-out evaluations of the run itself: mean, response_length.
+        own: The evaluation in the run's own precision, if any.
+        exported: The evaluation of its exported BF16 files in the study's precision, if any.
+        curves: The metrics of its steps, averaged over windows of steps.
+        held_out: The evaluations during the run: mean, response_length.
     """
 
     name: Name
@@ -118,8 +119,8 @@ class ResultsFile(Stored):
 
     Attributes:
         commits: The commits at which runs were added, as `commit()` names them.
-        versions: The versions of the packages that decide results, of the last change.
-        failed: The reasons of the runs that failed, by name.
+        versions: The package versions at the last change.
+        failed: The messages of failed runs, by name.
     """
 
     format: Literal[1]
@@ -142,7 +143,7 @@ class Results:
     """The results of a study so far.
 
     Attributes:
-        failed: The reasons of the runs that failed, by name; they are tried again.
+        failed: The messages of failed runs, by name; the next command retries them.
     """
 
     path: Path
@@ -164,7 +165,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Write the file, in one piece: readers see the old one or the new one."""
+        """Write the file atomically."""
         self.date = datetime.date.today().isoformat()
         head = {
             "format": 1,
@@ -207,17 +208,16 @@ def rounded(value: float) -> float | None:
 
 
 class Request(Stored):
-    """The order to evaluate a run.
+    """A request to evaluate a run.
 
     Attributes:
-        preset: The precision preset that all runs of the study are evaluated in.
-        bf16_rounding: The rounding of their weights; files of before it was kept do not name it.
-        own: Whether the run is evaluated in its own precision too.
-        exported: Whether its exported BF16 files are evaluated too.
+        preset: The precision preset of the evaluation, the same for all runs of the study.
+        bf16_rounding: The rounding of its weights.
+        own: Whether to evaluate the run in its own precision too.
+        exported: Whether to evaluate its exported BF16 files too.
         prompts: The number of held-out prompts; 0: all.
-        top_p: The mass of the most probable tokens that are drawn from.
-        reason: The message that it ended with; "" after its last step.
-        start_sha256: The SHA-256 of the weights that it began from, as `FirstWeights` has it.
+        reason: The message with which it ended; "" after its last step.
+        start_sha256: The SHA-256 of its initial weights, as in `FirstWeights`.
     """
 
     run: str
@@ -236,16 +236,16 @@ class Request(Stored):
 
 
 class Outcome(Stored):
-    """The evaluations of a run, and the order that they answer.
+    """The evaluations of a run, with their request.
 
     Attributes:
-        weights_sha256: The SHA-256 of the run's final FP32 master weights; "" where only an
-            exported model is left, or nothing.
-        device: The device that evaluated; "" where nothing was evaluated.
-        common: The evaluation in the study's precision; None where the run left no weights.
-        own: The evaluation in the run's own precision; None where it was not asked for.
-        exported: The evaluation of its exported files; None where it was not asked for.
-        seconds: The seconds that all of it took, the models opened included.
+        weights_sha256: The SHA-256 of the run's final FP32 master weights; "" if only an exported
+            model is left, or nothing.
+        device: The device of the evaluation; "" without one.
+        common: The evaluation in the study's precision; None if the run left no weights.
+        own: The evaluation in the run's own precision, if requested.
+        exported: The evaluation of its exported files, if requested.
+        seconds: The seconds of all evaluations, loading included.
     """
 
     request: Request
@@ -261,22 +261,22 @@ REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
 
 
 def request_file(definition: Definition, name: str) -> Path:
-    """Return the file with the order to evaluate a run."""
+    """Return the file of a run's evaluation request."""
     return definition.out / "evaluations" / f"{name}.json"
 
 
 def outcome_file(request: Path) -> Path:
-    """Return the file that gets the outcome of a request."""
+    """Return the file of a request's outcome."""
     return request.with_suffix(".outcome.json")
 
 
 def request_of(
     definition: Definition, run: PlannedRun, end: End, reason: str, start_sha256: str
 ) -> Request:
-    """Return the order to evaluate a run whose training has ended, as the study asks for it now.
+    """Return the request to evaluate a run whose training has ended.
 
     Args:
-        reason: The message that it ended with; "" after its last step.
+        reason: The message with which it ended; "" after its last step.
     """
     section = definition.eval
     return Request(
@@ -297,7 +297,7 @@ def request_of(
 
 
 def write_stored(file: Path, stored: Stored) -> None:
-    """Write a request or an outcome, in one piece."""
+    """Write a request or an outcome atomically."""
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(stored.model_dump(mode="json")) + "\n")
@@ -312,7 +312,7 @@ KEPT_METRICS = (
     "mismatch/k3_kl",
     "mismatch/token_mult_prob_error",
 )
-"""The metrics of a step that are kept of every run, beside the held-out accuracy."""
+"""The metrics per step in the curves of every run."""
 
 
 def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunResult:
@@ -368,12 +368,12 @@ def _seconds(steps: Sequence[Record]) -> dict[str, float]:
 
 
 def _seconds_of_evaluation(outcome: Outcome) -> dict[str, float]:
-    """Return the seconds of a run's final evaluation under their own name; {} without one."""
+    """Return the seconds of a run's final evaluation as FINAL_EVALUATION; {} without one."""
     return {} if outcome.common is None else {FINAL_EVALUATION: rounded(outcome.seconds) or 0.0}
 
 
 def _thinned(steps: Sequence[Record], names: Sequence[str], window: int) -> Curves:
-    """Return metrics as means over windows of steps, each at the last step of its window."""
+    """Return the means of metrics over windows of steps, each at the last step of its window."""
     groups: dict[int, list[Record]] = {}
     for record in steps:
         groups.setdefault((record["step"] - 1) // window, []).append(record)
@@ -387,7 +387,7 @@ def _thinned(steps: Sequence[Record], names: Sequence[str], window: int) -> Curv
 
 
 def _held_out(records: Sequence[Record]) -> Curves:
-    """Return the run's own evaluations; of several tasks, their means."""
+    """Return the evaluations during the run, averaged over tasks."""
     names = sorted({name for record in records for name in record if is_eval_mean(name)})
     having = [record for record in records if any(name in record for name in names)]
     lengths = [name.removesuffix("mean") + "response_length" for name in names]
@@ -403,20 +403,20 @@ def _held_out(records: Sequence[Record]) -> Curves:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Return the mean of values; None of no values, or where it is not finite."""
+    """Return the mean of values; None without values, or if it is not finite."""
     listed = [float(value) for value in values]
     return rounded(sum(listed) / len(listed)) if listed else None
 
 
 class FirstWeights:
-    """The SHA-256 of each model that runs of a study begin from."""
+    """The SHA-256 of each initial model of a study's runs."""
 
     def __init__(self, runs: Sequence[PlannedRun], results: Results) -> None:
         self._runs, self._results = runs, results
         self._known: dict[str, str] = {}
 
     def wrong_folders(self) -> dict[str, str]:
-        """Return the folders with other weights than results began from, each with a message."""
+        """Return a message per folder whose weights differ from those in the results."""
         wrong = dict[str, str]()
         for folder in filter(None, {run.settings.model.path for run in self._runs}):
             try:
@@ -426,7 +426,7 @@ class FirstWeights:
         return wrong
 
     def sha256(self, folder: str | None) -> str:
-        """Return the SHA-256 of a model's weights; "" without a folder here."""
+        """Return the SHA-256 of a model's weights; "" if it is not a local folder."""
         if folder is None or not (Path(folder) / "config.json").is_file():
             return ""
         if folder not in self._known:

@@ -1,13 +1,13 @@
-"""How far runs fall back on the way, and whether a rising mismatch or the reward tells of it.
+"""Drops of the accuracy during runs, and whether the K3 KL or the reward warns of them.
 
     python -m benchmarks.study.setbacks benchmarks/results/study/flows.json ...
 
-A run's *fall* is the most that its held-out accuracy loses between an evaluation and a later one.
-Its K3 KL *rises* where two kept values in a row are above three times the median of all before
-them, of which there must be four. Its reward *collapses* by the rule by which a run warns of it
-(docs/numbers.md), here on the kept values, each a mean over some steps. From committed results
-alone, in seconds: a line for each grid point and arm, which names the runs that fell by more than
-ten points; then how many of the runs that were lost, and of the others, each sign marked.
+The *fall* of a run is the largest drop of its held-out accuracy from one evaluation to a later one.
+Its K3 KL *rises* if two consecutive values exceed three times the median of the values before, of
+which there must be four. Its reward *collapses* by the rule of the warnings of a run
+(docs/numbers.md), applied to the values in the results, which are means over steps. The output has
+a line per grid point and arm, with the runs that fell by more than ten points; then the number of
+lost runs, and of other runs, that each sign marks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ENDS = ("collapsed", "behind", "others")
 
 @dataclass(frozen=True)
 class Setback:
-    """What one run lost on the way.
+    """The setback of one run.
 
     Attributes:
-        fall: The most that its held-out accuracy lost; 0 where it never did.
-        rise: The step at which its K3 KL rose; None where it did not.
-        collapse: The step at which its reward collapsed; None where it did not.
+        fall: The largest drop of its held-out accuracy, 0 or more.
+        rise: The step at which its K3 KL rose, if it did.
+        collapse: The step at which its reward collapsed, if it did.
     """
 
     name: str
@@ -60,7 +60,7 @@ def setback(run: RunResult) -> Setback:
 
 
 def _rise(curves: Curves) -> int | None:
-    """Return the step of the first of two values in a row that are far above those before."""
+    """Return the step of the first of two consecutive values far above those before."""
     pairs = zip(curves.steps, curves.values.get(MISMATCH, []), strict=False)
     kept = [(step, value) for step, value in pairs if value is not None]
     values = [value for _, value in kept]
@@ -71,7 +71,7 @@ def _rise(curves: Curves) -> int | None:
 
 
 def _reward_collapse(curves: Curves) -> int | None:
-    """Return the step at which a run's kept rewards collapse as those of single steps would."""
+    """Return the step at which a run's rewards collapse, by the rule for single steps."""
     pairs = zip(curves.steps, curves.values.get("reward/mean", []), strict=False)
     kept = [(step, value) for step, value in pairs if value is not None]
     if len(kept) < 2:
@@ -86,7 +86,7 @@ def _reward_collapse(curves: Curves) -> int | None:
 
 
 def signs(ends: dict[str, list[Setback]]) -> str:
-    """Return a Markdown table of how many runs each sign marked."""
+    """Return a Markdown table of the number of runs that each sign marked."""
     lines = [f"| sign | {' | '.join(_ENDS)} |", "| --- | --- | --- | --- |"]
     cells = [_marked([one.collapse for one in ends[end]]) for end in _ENDS]
     lines.append(f"| the reward collapses | {' | '.join(cells)} |")

@@ -42,13 +42,13 @@ class Table:
 
 
 def accuracy_name(definition: Definition) -> str:
-    """Return what the final accuracy is called: on held-out prompts, or on the training set."""
+    """Return the name of the final accuracy: on held-out prompts, or on the training set."""
     on_training_set = definition.evaluates_training_set
     return "Final accuracy on the training set" if on_training_set else "Final held-out accuracy"
 
 
 def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
-    """Yield the table of final accuracy of each grid point, and of each arm's own precision."""
+    """Yield the tables of final accuracy at each grid point, in common and in own precision."""
     study, preset = definition.study, definition.eval.preset
     reference, level = definition.label(definition.reference), 100 * study.level
     note = (
@@ -103,7 +103,7 @@ def _own_accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
 def _tests(
     definition: Definition, accuracy: Interval | None, comparison: ArmComparison | None
 ) -> list[str]:
-    """Return the cells of a comparison with the reference arm: the difference and its tests."""
+    """Return the cells of a comparison with the reference arm."""
     if comparison is None:
         return [DASH] * 6
     tests, rank = comparison.tests, comparison.adjusted_rank_p
@@ -129,7 +129,7 @@ def _equivalence(comparison: Comparison, level: float) -> str:
 
 
 def shown_interval(interval: Interval | None, signed: bool = False) -> str:
-    """Return a mean of shares with its interval, in per cent, cut off where no share can be.
+    """Return a mean of shares with its interval in percent, clipped to possible values.
 
     Args:
         interval: The interval; None: a dash.
@@ -152,7 +152,7 @@ def shown_p(p: float) -> str:
 
 
 def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
-    """Return the table of the mismatch of each arm, mean over all steps and seeds."""
+    """Return the table of the mismatch per arm, averaged over steps and seeds."""
     names = ("mean_abs_logprob_diff", "k3_kl", "token_mult_prob_error")
     rows = []
     for point, arm, own in _by_point_and_arm(definition, runs):
@@ -173,7 +173,7 @@ def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table |
 
 
 def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
-    """Return the table of seconds a step by phase."""
+    """Return the table of seconds per step by phase."""
     rows = []
     for point, arm, own in _by_point_and_arm(definition, runs):
         steps = sum(run.steps for run in own)
@@ -196,7 +196,7 @@ def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | 
 
 
 def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | None:
-    """Return the table of twins; None of a study without."""
+    """Return the table of twins, if there are any."""
     rows = [
         [
             group.name,
@@ -214,14 +214,14 @@ def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | N
 
 
 def _twins(group: TwinGroup) -> str:
-    """Return the verdict on the weights of a group of twins."""
+    """Return whether the weights of twins are equal, in words."""
     if not group.equal:
         return "DIFFERENT"
     return "equal" if group.learnt else "equal, but no run had a gradient: this shows nothing"
 
 
 def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
-    """Return the table of runs that did not end with what they learned; None without."""
+    """Return the table of runs that ended early, failed or learned nothing, if any."""
     rows = [
         [run.name, "collapsed: numbers that are not finite", run.reason]
         for run in runs
@@ -241,7 +241,7 @@ def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Ta
 def _by_point_and_arm(
     definition: Definition, runs: Sequence[RunResult]
 ) -> Iterator[tuple[str, str, list[RunResult]]]:
-    """Yield the name of each grid point, each arm and its runs there, where it has any."""
+    """Yield (grid point, arm, runs) for each grid point and arm with runs."""
     for point in grid_points(definition):
         for arm in definition.arms:
             own = runs_of(runs, point, arm)
@@ -250,7 +250,7 @@ def _by_point_and_arm(
 
 
 def _mean_and_range(runs: Sequence[RunResult], metric: str) -> str:
-    """Return the mean of a metric over runs, with the means of the lowest and highest run."""
+    """Return the mean of a metric over runs, with the lowest and highest mean of a run."""
     means = [mean for run in runs if (mean := mean_of_curve(run, metric)) is not None]
     if not means:
         return DASH
@@ -260,7 +260,7 @@ def _mean_and_range(runs: Sequence[RunResult], metric: str) -> str:
 
 
 def without_point(table: Table) -> Table | None:
-    """Return a table without its first column where that is empty; None for no rows."""
+    """Return a table, without its first column if that is empty; None without rows."""
     if not table.rows:
         return None
     if any(row[0] for row in table.rows):
@@ -269,7 +269,7 @@ def without_point(table: Table) -> Table | None:
 
 
 def lost_table(definition: Definition, lost: Sequence[LostRuns]) -> Table | None:
-    """Return the table of lost runs; None where no arm has two runs."""
+    """Return the table of lost runs; None if no arm has two runs."""
     if not any(one.num_runs > 1 for one in lost):
         return None
     level, reference = definition.study.level, definition.label(definition.reference)
@@ -305,7 +305,7 @@ def _lost_row(definition: Definition, lost: LostRuns) -> list[str]:
 def seed_tables(
     definition: Definition, runs: Sequence[RunResult], lost: Mapping[str, Loss]
 ) -> Iterator[Table]:
-    """Yield the table of the final accuracy of each run, a column a seed, of each grid point."""
+    """Yield a table per grid point with the final accuracy of each run, one column per seed."""
     seeds = definition.study.seeds
     for point in grid_points(definition):
         rows = []
@@ -322,7 +322,7 @@ def seed_tables(
 
 
 def _ending(run: RunResult, lost: Mapping[str, Loss]) -> str:
-    """Return where a run ended: its accuracy, and whether it was lost."""
+    """Return the final accuracy of a run, and how it was lost."""
     accuracy = common_accuracy(run)
     words = ["no weights" if accuracy is None else f"{100 * accuracy:.1f}%"]
     return ", ".join([*words, *([lost[run.name]] if run.name in lost else [])])

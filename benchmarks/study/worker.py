@@ -1,10 +1,9 @@
-"""A process that runs commands one after the other, so that what one loaded serves the next.
+"""A process that runs a sequence of commands, to load modules and kernels only once.
 
-A run of a small model takes less time than a process needs to begin: Python imports, a GPU's
-context, kernels that are loaded. The study sends an order a line, in JSON, with the words of a
-command and the file that gets what it prints; each command that ends with 0 is answered with a
-line. A command that ends otherwise ends the process, with its exit code: what an error left
-behind reaches no other run.
+A run of a small model takes less time than the start of a process: imports, CUDA context, kernels.
+The study sends one line of JSON per command, with its words and its log file. A command that ends
+with exit code 0 is answered with a line; any other ends the process with its exit code, so that an
+error cannot affect later runs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 DONE = b"done\n"
-"""The answer to a command that has ended with exit code 0."""
+"""The answer to a command with exit code 0."""
 
 
 def order_of(words: Sequence[str], log: str) -> bytes:
@@ -26,7 +25,7 @@ def order_of(words: Sequence[str], log: str) -> bytes:
 
 
 def serve(run: Callable[[list[str]], int], between: Callable[[], None]) -> int:
-    """Run the commands that standard input orders, until it ends or a command does not end with 0.
+    """Run the commands from standard input, until it ends or a command fails.
 
     Returns:
         The exit code of this process.
@@ -49,7 +48,7 @@ def serve(run: Callable[[list[str]], int], between: Callable[[], None]) -> int:
 
 
 def _replace(file: str, flags: int, descriptors: Sequence[int]) -> None:
-    """Let descriptors of this process, and of those that it starts, be those of a file."""
+    """Redirect file descriptors of this process and its children to a file."""
     opened = os.open(file, flags, 0o666)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
@@ -57,7 +56,7 @@ def _replace(file: str, flags: int, descriptors: Sequence[int]) -> None:
 
 
 def _exit_code(run: Callable[[list[str]], int], words: list[str]) -> int:
-    """Return the exit code of a command, however it ends; what Python would print is printed."""
+    """Return the exit code of a command; print exceptions as Python would."""
     try:
         return run(words)
     except SystemExit as end:
