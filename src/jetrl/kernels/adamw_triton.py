@@ -28,10 +28,27 @@ def _decode_ratio(codes, negative, unit, root):
 
 @triton.jit(do_not_specialize=["salt"])
 def _adamw_kernel(
-    master_ptr, grad_ptr, ratio_ptr, root_ptr, clip_ptr, num_elements,
-    beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt,
+    master_ptr,
+    grad_ptr,
+    ratio_ptr,
+    root_ptr,
+    clip_ptr,
+    num_elements,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    rate,
+    unbias,
+    eps,
+    decay,
+    carry,
+    before,
+    now,
+    encode,
+    salt,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Apply one AdamW step to BLOCK elements, in the operation order of `adamw_ref_`."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
@@ -80,8 +97,26 @@ def adamw_(
         return
     s = scalars
     _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
-        master, grad, ratio, root, clip, master.numel(),
-        s.beta1, s.rest1, s.beta2, s.rest2, s.rate, s.unbias, s.eps, s.decay, s.carry, s.before,
-        s.now, s.encode, s.salt - (s.salt >> 31 << 32),  # the salt as an int32
-        _BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+        master,
+        grad,
+        ratio,
+        root,
+        clip,
+        master.numel(),
+        s.beta1,
+        s.rest1,
+        s.beta2,
+        s.rest2,
+        s.rate,
+        s.unbias,
+        s.eps,
+        s.decay,
+        s.carry,
+        s.before,
+        s.now,
+        s.encode,
+        s.salt - (s.salt >> 31 << 32),  # the salt as an int32
+        _BLOCK,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )

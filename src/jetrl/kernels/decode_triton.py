@@ -56,10 +56,23 @@ def random_bits(seed, key, position):
 
 @triton.jit
 def _inputs_kernel(
-    token_ptr, position_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, rows_ptr,
-    token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
-    count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    position_ptr,
+    key_ptr,
+    active_ptr,
+    tables_ptr,
+    seed_ptr,
+    rows_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    lengths_ptr,
+    bits_ptr,
+    count,
+    width,
+    PAGE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Gather the `DecodeInputs` of a forward from the slots in `rows_ptr`, one row per lane."""
     # The chain of dependent loads: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -86,10 +99,23 @@ def _inputs_kernel(
 
 @triton.jit
 def _take_kernel(
-    token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr, rows_ptr,
-    tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
-    count, lines, out_width, LANES: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    position_ptr,
+    limit_ptr,
+    active_ptr,
+    stops_ptr,
+    rows_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    out_tokens_ptr,
+    out_logprobs_ptr,
+    out_count_ptr,
+    count,
+    lines,
+    out_width,
+    LANES: tl.constexpr,
+):
     """Record the tokens of a forward in row `out_count`, and advance or end each sequence."""
     row = tl.arange(0, LANES)  # a single program, since it increments the counter
     mask = row < count
@@ -128,10 +154,24 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
     token_ids, positions, slots, bits = wide.unbind(0)
     _inputs_kernel[(triton.cdiv(count, 128),)](
-        state.token, state.position, state.key, state.active, state.tables, state.seed, rows,
-        token_ids, positions, slots, lengths, bits,
-        count, state.tables.shape[1], page_size, 128, num_warps=4,
-    )  # fmt: skip
+        state.token,
+        state.position,
+        state.key,
+        state.active,
+        state.tables,
+        state.seed,
+        rows,
+        token_ids,
+        positions,
+        slots,
+        lengths,
+        bits,
+        count,
+        state.tables.shape[1],
+        page_size,
+        128,
+        num_warps=4,
+    )
     return DecodeInputs(token_ids, positions, slots, lengths, bits)
 
 
@@ -142,10 +182,24 @@ def take_draws(
     count = _count(rows)
     lines, out_width = out.tokens.shape
     _take_kernel[(1,)](
-        state.token, state.position, state.limit, state.active, state.stops, rows,
-        tokens, logprobs, lse, out.tokens, out.logprobs, out.count,
-        count, lines, out_width, max(32, triton.next_power_of_2(count)), num_warps=4,
-    )  # fmt: skip
+        state.token,
+        state.position,
+        state.limit,
+        state.active,
+        state.stops,
+        rows,
+        tokens,
+        logprobs,
+        lse,
+        out.tokens,
+        out.logprobs,
+        out.count,
+        count,
+        lines,
+        out_width,
+        max(32, triton.next_power_of_2(count)),
+        num_warps=4,
+    )
 
 
 def _count(rows: Tensor) -> int:
@@ -186,10 +240,23 @@ def _look_up(text_ptr, table_ptr, group, end, position, active, entries, ORDER: 
 
 @triton.jit(do_not_specialize=["count", "size", "width", "slots", "entries"])
 def _propose_kernel(
-    text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
-    tokens_ptr, counts_ptr, sources_ptr,
-    count, size, width, slots, entries, FIRST_ONLY: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    text_ptr,
+    tables_ptr,
+    group_ptr,
+    position_ptr,
+    active_ptr,
+    rows_ptr,
+    tokens_ptr,
+    counts_ptr,
+    sources_ptr,
+    count,
+    size,
+    width,
+    slots,
+    entries,
+    FIRST_ONLY: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Look up a draft for each row; FIRST_ONLY uses only n-grams of the first length."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
@@ -233,11 +300,24 @@ def propose(
     tokens = torch.empty(count, decode_state.MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
     _propose_kernel[(triton.cdiv(count, _LANES),)](
-        draft_text.text, draft_text.tables, draft_text.group, state.position, state.active, rows,
-        tokens, counts, sources,
-        count, len(draft_text.text), draft_text.width, draft_text.slots,
-        draft_text.tables.shape[1], longest_only, _LANES, num_warps=1,
-    )  # fmt: skip
+        draft_text.text,
+        draft_text.tables,
+        draft_text.group,
+        state.position,
+        state.active,
+        rows,
+        tokens,
+        counts,
+        sources,
+        count,
+        len(draft_text.text),
+        draft_text.width,
+        draft_text.slots,
+        draft_text.tables.shape[1],
+        longest_only,
+        _LANES,
+        num_warps=1,
+    )
     return Drafts(tokens, counts, sources)
 
 
@@ -264,12 +344,33 @@ def _shared_rows(wanted, quality, extra, turn, REACH_BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "size", "pages", "width"])
 def _verify_inputs_kernel(
-    token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, quality_ptr,
-    draft_ptr, counts_ptr, rows_ptr,
-    token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
-    first_ptr, count, size, pages, width,
-    PAGE: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    position_ptr,
+    limit_ptr,
+    key_ptr,
+    active_ptr,
+    tables_ptr,
+    seed_ptr,
+    quality_ptr,
+    draft_ptr,
+    counts_ptr,
+    rows_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    bits_ptr,
+    keys_ptr,
+    lengths_ptr,
+    queries_ptr,
+    first_ptr,
+    count,
+    size,
+    pages,
+    width,
+    PAGE: tl.constexpr,
+    REACH_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Gather the `VerifyInputs` of a forward from slots and drafts, one sequence per lane."""
     row = tl.arange(0, LANES)  # a single program, since all sequences share the rows
     mask = row < count
@@ -346,13 +447,37 @@ def _insert_ngrams(text_ptr, tables_ptr, group, base, end, known, entries):
     do_not_specialize=["count", "out_width", "offers_width", "text_width", "entries", "width"]
 )
 def _take_verified_kernel(
-    token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr,
-    text_ptr, tables_ptr, group_ptr, quality_ptr,
-    draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
-    tokens_ptr, logprobs_ptr, lse_ptr,
-    out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
-    count, lines, out_width, offers_width, text_width, entries, width, LANES: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    position_ptr,
+    limit_ptr,
+    active_ptr,
+    stops_ptr,
+    text_ptr,
+    tables_ptr,
+    group_ptr,
+    quality_ptr,
+    draft_ptr,
+    counts_ptr,
+    sources_ptr,
+    queries_ptr,
+    first_ptr,
+    rows_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    out_tokens_ptr,
+    out_logprobs_ptr,
+    out_offers_ptr,
+    out_count_ptr,
+    count,
+    lines,
+    out_width,
+    offers_width,
+    text_width,
+    entries,
+    width,
+    LANES: tl.constexpr,
+):
     """Record the accepted tokens in row `out_count`, and advance or end each sequence."""
     row = tl.arange(0, LANES)  # a single program, since it increments the counter
     mask = row < count
@@ -436,12 +561,34 @@ def verify_inputs(
     token_ids, positions, slots, bits = wide.unbind(0)
     lengths, queries, first = each.unbind(0)
     _verify_inputs_kernel[(1,)](
-        state.token, state.position, state.limit, state.key, state.active, state.tables,
-        state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
-        token_ids, positions, slots, bits, keys, lengths, queries, first,
-        count, size, state.tables.shape[1], width, page_size, decode_state.REACH_BITS,
-        _lanes(count), num_warps=4,
-    )  # fmt: skip
+        state.token,
+        state.position,
+        state.limit,
+        state.key,
+        state.active,
+        state.tables,
+        state.seed,
+        draft_text.quality,
+        drafts.tokens,
+        drafts.counts,
+        rows,
+        token_ids,
+        positions,
+        slots,
+        bits,
+        keys,
+        lengths,
+        queries,
+        first,
+        count,
+        size,
+        state.tables.shape[1],
+        width,
+        page_size,
+        decode_state.REACH_BITS,
+        _lanes(count),
+        num_warps=4,
+    )
     return VerifyInputs(token_ids, positions, slots, bits, keys, lengths, queries, first)
 
 
@@ -461,13 +608,38 @@ def take_verified(
     count = _count(rows)
     lines, out_width = out.tokens.shape
     _take_verified_kernel[(1,)](
-        state.token, state.position, state.limit, state.active, state.stops,
-        draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
-        drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
-        tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
-        count, lines, out_width, out.offers.shape[1], draft_text.width,
-        draft_text.tables.shape[1], width, _lanes(count), num_warps=4,
-    )  # fmt: skip
+        state.token,
+        state.position,
+        state.limit,
+        state.active,
+        state.stops,
+        draft_text.text,
+        draft_text.tables,
+        draft_text.group,
+        draft_text.quality,
+        drafts.tokens,
+        drafts.counts,
+        drafts.sources,
+        inputs.queries,
+        inputs.first,
+        rows,
+        tokens,
+        logprobs,
+        lse,
+        out.tokens,
+        out.logprobs,
+        out.offers,
+        out.count,
+        count,
+        lines,
+        out_width,
+        out.offers.shape[1],
+        draft_text.width,
+        draft_text.tables.shape[1],
+        width,
+        _lanes(count),
+        num_warps=4,
+    )
 
 
 def _lanes(count: int) -> int:

@@ -18,9 +18,13 @@ LOG2_E = tl.constexpr(exact.LOG2_E)
 def sigmoid(gate):
     """Return 1 / (1 + exp(-gate)) by the hardware exp2 and reciprocal; 0 if exp overflows."""
     return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + tl.math.exp2(gate * -LOG2_E)],
-        dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [1.0 + tl.math.exp2(gate * -LOG2_E)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 gluon_sigmoid = gluon.jit(sigmoid.fn)  # see `gluon_wait_for_previous` in `precision.triton.launch`

@@ -114,9 +114,17 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, variance_ptr, max_ptr, lse_ptr, num_columns,
-    temperature, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    chosen_ptr,
+    logprobs_ptr,
+    entropy_ptr,
+    variance_ptr,
+    max_ptr,
+    lse_ptr,
+    num_columns,
+    temperature,
+    BLOCK: tl.constexpr,
+):
     """Write log-prob and moments of a row, and, for backward, max z and lse."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -132,9 +140,17 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
-    num_columns, column_blocks, temperature, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    chosen_ptr,
+    max_ptr,
+    lse_ptr,
+    grad_ptr,
+    out_ptr,
+    num_columns,
+    column_blocks,
+    temperature,
+    BLOCK: tl.constexpr,
+):
     """Write the gradient of BLOCK logits of a row: (one_hot(chosen) - softmax) * dlogp / t.
 
     Reads max z and lse per row, float32 [R]; writes float32 or bfloat16 [R, num_columns].
@@ -194,9 +210,19 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     if len(chosen):
         logprob, entropy, variance, largest, lse = out
         _forward_kernel[(len(chosen),)](
-            logits, chosen, logprob, entropy, variance, largest, lse, logits.shape[1], temperature,
-            BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits,
+            chosen,
+            logprob,
+            entropy,
+            variance,
+            largest,
+            lse,
+            logits.shape[1],
+            temperature,
+            BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -208,9 +234,18 @@ def _logit_gradient(
     if len(chosen):
         largest, lse = softmax
         _backward_kernel[(len(chosen) * blocks,)](
-            logits, chosen, largest, lse, grad, out, logits.shape[1], blocks, temperature,
-            BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            logits,
+            chosen,
+            largest,
+            lse,
+            grad,
+            out,
+            logits.shape[1],
+            blocks,
+            temperature,
+            BLOCK,
+            num_warps=NUM_WARPS,
+        )
     return out
 
 
@@ -283,9 +318,13 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 logits = bf16_matmul(hidden[rows], weight, torch.float32)
                 gradient = _logit_gradient(
-                    logits, chosen[rows], softmax[:, rows], torch.ones_like(grad[rows]),
-                    ctx.temperature, torch.empty_like(logits, dtype=torch.bfloat16),
-                )  # fmt: skip
+                    logits,
+                    chosen[rows],
+                    softmax[:, rows],
+                    torch.ones_like(grad[rows]),
+                    ctx.temperature,
+                    torch.empty_like(logits, dtype=torch.bfloat16),
+                )
                 del logits
             # `gradient` is for a unit gradient of the log-prob. The incoming gradient scales the
             # rows of the smaller matrices instead: after the first GEMM, before the second.

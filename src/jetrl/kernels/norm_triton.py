@@ -93,13 +93,27 @@ def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.conste
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _row_kernel(
-    x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    y_ptr,
+    inverse_ptr,
+    codes_ptr,
+    scales_ptr,
     scale_stride,
-    HAS_DELTA: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_INVERSE: tl.constexpr,
-    QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    WRITE_INVERSE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
     EPS: tl.constexpr,
-    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
     """Add, normalize and quantize one row, which stays in registers throughout.
 
     Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH rounded up
@@ -165,10 +179,21 @@ _gluon_inverse_rms_of = gluon.jit(inverse_rms_of.fn)
 
 @gluon.jit
 def _int8_kernel(
-    x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
-    HAS_DELTA: gl.constexpr, WRITE_Y: gl.constexpr, WRITE_INVERSE: gl.constexpr,
-    K: gl.constexpr, EPS: gl.constexpr, FLOOR: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    y_ptr,
+    inverse_ptr,
+    codes_ptr,
+    scales_ptr,
+    HAS_DELTA: gl.constexpr,
+    WRITE_Y: gl.constexpr,
+    WRITE_INVERSE: gl.constexpr,
+    K: gl.constexpr,
+    EPS: gl.constexpr,
+    FLOOR: gl.constexpr,
+):
     """`_row_kernel` for INT8 codes, with the row in parts as in `precision.triton.int8`."""
     LAYOUT: gl.constexpr = part_layout(gl.num_warps())
     WIDTH: gl.constexpr = 256 * gl.num_warps()
@@ -210,10 +235,21 @@ def _int8_kernel(
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
-    x_ptr, weight_ptr, inverse_ptr, codes_ptr, scales_ptr,
-    num_rows, num_columns, scale_stride, padded_rows, column_blocks,
-    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    inverse_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    padded_rows,
+    column_blocks,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Recompute the norm of one 128 x 128 tile and quantize it as one group for WGrad.
 
     Reads bfloat16 x and float32 inverse rms [num_rows]. Writes FP8 codes [num_columns,
@@ -231,17 +267,35 @@ def _tile_kernel(
     # Same products and rounding as in _row_kernel, so the bfloat16 values are identical.
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
     tile.store_block_transposed(
-        y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
-        MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
+        y,
+        block,
+        column,
+        num_columns,
+        codes_ptr,
+        scales_ptr,
+        scale_stride,
+        padded_rows,
+        MAXIMUM,
+        FLOOR,
+        POW2,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, inverse_ptr, dresidual_ptr, dx_ptr, partial_ptr,
-    num_rows, rows_per_program,
-    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    inverse_ptr,
+    dresidual_ptr,
+    dx_ptr,
+    partial_ptr,
+    num_rows,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Write dx of rows_per_program rows, and dW per program, float32 [programs, WIDTH]."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
@@ -268,9 +322,14 @@ def _backward_kernel(
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, for_training: bool = False,
-    scales: str | None = DEFAULT_SCALES, with_values: bool = False,
-) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    for_training: bool = False,
+    scales: str | None = DEFAULT_SCALES,
+    with_values: bool = False,
+) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]:
     """Return quantize(rms_norm(x + delta)), without writing the BF16 norm unless requested.
 
     Args:
@@ -314,10 +373,19 @@ def rms_norm_squares(
     column_blocks = cdiv(width, FP8_BLOCK)
     if num_rows:
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            total, weight, inverse_rms, out.codes, out.scales,
-            num_rows, width, out.scales.stride(1), out.shape[0], column_blocks,
-            is_ragged(width), **tile_rule("e4m3", scales),
-        )  # fmt: skip
+            total,
+            weight,
+            inverse_rms,
+            out.codes,
+            out.scales,
+            num_rows,
+            width,
+            out.scales.stride(1),
+            out.shape[0],
+            column_blocks,
+            is_ragged(width),
+            **tile_rule("e4m3", scales),
+        )
     return out
 
 
@@ -333,9 +401,16 @@ def rms_norm_forward(
 
 
 def _launch_rows(
-    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, total: Tensor, y: Tensor | None,
-    inverse: Tensor | None, rows: QTensor | None, options: dict[str, Any],
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None,
+    total: Tensor,
+    y: Tensor | None,
+    inverse: Tensor | None,
+    rows: QTensor | None,
+    options: dict[str, Any],
+) -> None:
     """Launch one program per row; x is a placeholder for unused tensors."""
     num_rows, width = x.shape
     if not num_rows:
@@ -343,11 +418,24 @@ def _launch_rows(
     if rows is not None and rows.rotated:
         warps = row_warps(width, 8 if num_rows <= _FEWER_ROWS else 16)
         _int8_kernel[(num_rows,)](
-            x, x if delta is None else delta, weight, total, x if y is None else y,
-            x if inverse is None else inverse, rows.codes, rows.scales, delta is not None,
-            y is not None, inverse is not None, width, eps, AMAX_FLOOR, num_warps=warps,
-            enable_fp_fusion=False, **overlapped(),
-        )  # fmt: skip
+            x,
+            x if delta is None else delta,
+            weight,
+            total,
+            x if y is None else y,
+            x if inverse is None else inverse,
+            rows.codes,
+            rows.scales,
+            delta is not None,
+            y is not None,
+            inverse is not None,
+            width,
+            eps,
+            AMAX_FLOOR,
+            num_warps=warps,
+            enable_fp_fusion=False,
+            **overlapped(),
+        )
         return
     padded, few = max(FP8_BLOCK, _padded(width)), num_rows <= _FEW_ROWS
     # Twice the warps for few rows: less work per thread means lower latency. No bits change.
@@ -362,10 +450,19 @@ def _launch_rows(
         rows.codes if rows else x,
         rows.scales if rows else x,
         rows.scales.stride(1) if rows else 0,
-        delta is not None, y is not None, inverse is not None, rows is not None, few, width,
-        padded, eps,
-        **options, num_warps=num_warps, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        delta is not None,
+        y is not None,
+        inverse is not None,
+        rows is not None,
+        few,
+        width,
+        padded,
+        eps,
+        **options,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
 
 
 def rms_norm_backward(
@@ -389,10 +486,20 @@ def rms_norm_backward(
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if num_rows:
         _backward_kernel[(programs,)](
-            dy, x.contiguous(), weight, inverse_rms, x if dresidual is None else dresidual,
-            dx, partial, num_rows, per_program,
-            dresidual is not None, width, padded, num_warps=2 * _warps(padded),
-        )  # fmt: skip
+            dy,
+            x.contiguous(),
+            weight,
+            inverse_rms,
+            x if dresidual is None else dresidual,
+            dx,
+            partial,
+            num_rows,
+            per_program,
+            dresidual is not None,
+            width,
+            padded,
+            num_warps=2 * _warps(padded),
+        )
     return dx, partial.sum(0)
 
 
@@ -441,8 +548,9 @@ _BLOCK = 2048  # elements per iteration of a program
 
 
 @triton.jit
-def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
+def _squares_kernel(
+    x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.constexpr, BLOCK: tl.constexpr
+):
     """Write the sums of squares of a block of rows, in PIECES, [blocks, PIECES]."""
     block, piece = tl.program_id(0), tl.program_id(1)
     first = block.to(tl.int64) * block_elements

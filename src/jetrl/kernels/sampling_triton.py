@@ -72,9 +72,14 @@ def _temperature_of(temperature_ptr, row):
 
 @triton.jit
 def _sample_lanes_kernel(
-    logits_ptr, temperature_ptr, lanes_ptr, num_columns, stride, BLOCK: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    lanes_ptr,
+    num_columns,
+    stride,
+    BLOCK: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Write maximum and sum for LANES lanes of one row, float32 [R, BLOCK / 4, 4]."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
@@ -82,9 +87,12 @@ def _sample_lanes_kernel(
     wait_for_previous()
     temperature, _ = _temperature_of(temperature_ptr, row)
     lane_max, lane_sum, _, _ = lane_statistics(
-        logits_ptr + row.to(tl.int64) * num_columns, lanes[:, None] * 4 + tl.arange(0, 4)[None, :],
-        num_columns, temperature, BLOCK,
-    )  # fmt: skip
+        logits_ptr + row.to(tl.int64) * num_columns,
+        lanes[:, None] * 4 + tl.arange(0, 4)[None, :],
+        num_columns,
+        temperature,
+        BLOCK,
+    )
     places = lanes_ptr + row.to(tl.int64) * stride + lanes * 4
     tl.store(places, lane_max)
     tl.store(places + 1, lane_sum)
@@ -104,9 +112,16 @@ def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sample_blocks_kernel(
-    logits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, num_columns, num_blocks, stride,
+    logits_ptr,
+    temperature_ptr,
+    lanes_ptr,
+    sums_ptr,
+    best_ptr,
+    num_columns,
+    num_blocks,
+    stride,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Sum the weights of a block of a row; for a greedy row, also find its first maximum.
 
     Writes sums_ptr, int64 [R, num_blocks], and for greedy rows best_ptr, int32 [R, num_blocks],
@@ -130,9 +145,22 @@ def _sample_blocks_kernel(
 
 @triton.jit
 def _sample_draw_kernel(
-    logits_ptr, bits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, tokens_ptr, logprobs_ptr,
-    max_ptr, lse_ptr, num_columns, num_blocks, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bits_ptr,
+    temperature_ptr,
+    lanes_ptr,
+    sums_ptr,
+    best_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    max_ptr,
+    lse_ptr,
+    num_columns,
+    num_blocks,
+    stride,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     let_next_start()
     wait_for_previous()
@@ -178,9 +206,16 @@ _TOP_BIT = tl.constexpr(40)
 
 @triton.jit
 def _largest_bound(
-    row_ptr, num_columns, num_blocks, temperature, row_max, needed, enabled,
-    MASS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    num_columns,
+    num_blocks,
+    temperature,
+    row_max,
+    needed,
+    enabled,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Return the largest int64 x whose weights >= x are enough (count or MASS), 0 if disabled."""
     bound = tl.zeros([], tl.int64)
     shift = tl.zeros([], tl.int64) + _TOP_BIT
@@ -210,10 +245,7 @@ def _largest_bound(
 
 
 @triton.jit
-def _sums_above(
-    row_ptr, num_columns, num_blocks, temperature, row_max, bound,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _sums_above(row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK: tl.constexpr):
     """Return count and mass of the weights above a bound, and the total mass, int64."""
     count = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
@@ -242,10 +274,22 @@ def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, 
 
 @triton.jit
 def _filtered_kernel(
-    logits_ptr, bits_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
-    tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bits_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    max_ptr,
+    lse_ptr,
+    sums_ptr,
+    ties_ptr,
+    num_columns,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Resample the token of a row from the tokens that top_k and top_p keep, unless greedy.
 
     sums_ptr and ties_ptr are scratch, int64 [R, num_blocks]: the sum of kept weights per block, and
@@ -261,9 +305,16 @@ def _filtered_kernel(
         # top_k: find the weight of the k-th token and the number of its ties among the top k.
         by_count = (top_k > 0) & (top_k < num_columns)
         bound = _largest_bound(
-            row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
-            False, BLOCK,
-        )  # fmt: skip
+            row_ptr,
+            num_columns,
+            num_blocks,
+            temperature,
+            row_max,
+            top_k.to(tl.float64),
+            by_count,
+            False,
+            BLOCK,
+        )
         count, mass, total = _sums_above(
             row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
         )
@@ -274,9 +325,8 @@ def _filtered_kernel(
         total = tl.where(by_count, mass + limit * bound, total)
         needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
         by_mass = _largest_bound(
-            row_ptr, num_columns, num_blocks, temperature, row_max, needed, top_p < 1.0,
-            True, BLOCK,
-        )  # fmt: skip
+            row_ptr, num_columns, num_blocks, temperature, row_max, needed, top_p < 1.0, True, BLOCK
+        )
         if by_mass > bound:
             bound = by_mass
             limit = num_columns.to(tl.int64)
@@ -330,23 +380,69 @@ def sample(
     if not rows:
         return tokens, logprobs, lse
     _sample_lanes_kernel[rows, BLOCK // 4 // _LANES](
-        logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES,
-        num_warps=_LANES // 32, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        logits,
+        temperature,
+        lanes,
+        vocabulary,
+        stride,
+        BLOCK,
+        _LANES,
+        num_warps=_LANES // 32,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
     _sample_blocks_kernel[rows, blocks](
-        logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK,
-        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        logits,
+        temperature,
+        lanes,
+        sums,
+        best,
+        vocabulary,
+        blocks,
+        stride,
+        BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
     _sample_draw_kernel[(rows,)](
-        logits, bits, temperature, lanes, sums, best, tokens, logprobs, row_max, lse,
-        vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK,
-        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        logits,
+        bits,
+        temperature,
+        lanes,
+        sums,
+        best,
+        tokens,
+        logprobs,
+        row_max,
+        lse,
+        vocabulary,
+        blocks,
+        stride,
+        triton.next_power_of_2(blocks),
+        BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
     if filtered:
         _filtered_kernel[(rows,)](
-            logits, bits, temperature, top_p, top_k, tokens, logprobs, row_max, lse,
-            sums, torch.empty_like(sums), vocabulary, blocks,
-            triton.next_power_of_2(blocks), BLOCK,
-            num_warps=NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits,
+            bits,
+            temperature,
+            top_p,
+            top_k,
+            tokens,
+            logprobs,
+            row_max,
+            lse,
+            sums,
+            torch.empty_like(sums),
+            vocabulary,
+            blocks,
+            triton.next_power_of_2(blocks),
+            BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
     return tokens, logprobs, lse

@@ -183,9 +183,17 @@ def _store_transposed(codes_ptr, codes, block, column, padded_tokens):
 
 @gluon.jit
 def _store_both(
-    x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
-    row_codes_ptr, token_codes_ptr, padded_tokens,
-):  # fmt: skip
+    x,
+    which: gl.constexpr,
+    block,
+    column,
+    num_rows,
+    stride: gl.constexpr,
+    multipliers,
+    row_codes_ptr,
+    token_codes_ptr,
+    padded_tokens,
+):
     """Quantize a tile of dgate or dup in 1 x 128 and in 128 x 1 groups, and store the codes."""
     wide = tile.widen(x)
     # Along rows, a thread stores eight codes at a time.
@@ -205,9 +213,19 @@ def _store_both(
 
 @gluon.jit
 def _store_scales(
-    parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
-    num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    parts,
+    multipliers,
+    block,
+    column,
+    num_rows,
+    scale_stride,
+    row_scales_ptr,
+    token_scales_ptr,
+    num_columns: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Compute the scales for columns and rows of dgate and dup, one thread per line (512)."""
     kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
     line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
@@ -242,12 +260,25 @@ def _start_loads(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl
 # Do not specialize on the number of tokens: each new batch size would recompile.
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
 def _backward_tiles_kernel(
-    dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
-    y_codes_ptr, y_scales_ptr,
-    num_rows, scale_stride, y_scale_stride, padded_tokens, tiles,
-    num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
-    Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    dy_desc,
+    x_desc,
+    row_codes_ptr,
+    row_scales_ptr,
+    token_codes_ptr,
+    token_scales_ptr,
+    y_codes_ptr,
+    y_scales_ptr,
+    num_rows,
+    scale_stride,
+    y_scale_stride,
+    padded_tokens,
+    tiles,
+    num_columns: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    Y_MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Write quantized gradients and y for the 128 x 128 tiles of a program.
 
     Args:
@@ -291,9 +322,19 @@ def _backward_tiles_kernel(
         # Scales: one thread per group; every thread computes the single scale of y itself.
         block, column = index // column_blocks, index % column_blocks
         _store_scales(
-            parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr,
-            token_scales_ptr, num_columns, MAXIMUM, FLOOR, POW2,
-        )  # fmt: skip
+            parts,
+            multipliers,
+            block,
+            column,
+            num_rows,
+            scale_stride,
+            row_scales_ptr,
+            token_scales_ptr,
+            num_columns,
+            MAXIMUM,
+            FLOOR,
+            POW2,
+        )
         amax = gl.reduce(y_parts.reshape([16]).load(_TILE_PARTS), 0, tile.larger)
         scale, multiplier = tile.scale_and_multiplier(amax, Y_MAXIMUM, FLOOR, POW2)
         gl.store(y_scales_ptr + (column.to(gl.int64) * y_scale_stride + block), scale)
@@ -303,13 +344,29 @@ def _backward_tiles_kernel(
         codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
         _store_transposed(y_codes_ptr, codes, block, column, padded_tokens)
         _store_both(
-            dgate, 0, block, column, num_rows, stride, multipliers, row_codes_ptr, token_codes_ptr,
+            dgate,
+            0,
+            block,
+            column,
+            num_rows,
+            stride,
+            multipliers,
+            row_codes_ptr,
+            token_codes_ptr,
             padded_tokens,
-        )  # fmt: skip
+        )
         _store_both(
-            dup, 1, block, column + column_blocks, num_rows, stride, multipliers, row_codes_ptr,
-            token_codes_ptr, padded_tokens,
-        )  # fmt: skip
+            dup,
+            1,
+            block,
+            column + column_blocks,
+            num_rows,
+            stride,
+            multipliers,
+            row_codes_ptr,
+            token_codes_ptr,
+            padded_tokens,
+        )
         index -= step
         turn += 1
 
@@ -345,9 +402,19 @@ def swiglu_backward_quantize(
     _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
         TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
         TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),
-        rows.codes, rows.scales, tokens.codes, tokens.scales, y.codes, y.scales,
-        num_rows, rows.scales.stride(1), y.scales.stride(1), tokens.shape[0], tiles,
-        dy.shape[1], Y_MAXIMUM=y_maximum,
+        rows.codes,
+        rows.scales,
+        tokens.codes,
+        tokens.scales,
+        y.codes,
+        y.scales,
+        num_rows,
+        rows.scales.stride(1),
+        y.scales.stride(1),
+        tokens.shape[0],
+        tiles,
+        dy.shape[1],
+        Y_MAXIMUM=y_maximum,
         **{**tile_rule(format, scales), "num_warps": _NUM_WARPS},
-    )  # fmt: skip
+    )
     return rows, tokens, y

@@ -105,9 +105,17 @@ def _sums(acc, p, ring, stage):
 
 @gluon.jit
 def _softmax(
-    s, ring, stage, m, total, position, first_key, MASKED: gl.constexpr, SCALED: gl.constexpr,
+    s,
+    ring,
+    stage,
+    m,
+    total,
+    position,
+    first_key,
+    MASKED: gl.constexpr,
+    SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
-):  # fmt: skip
+):
     """Return `softmax_block` with the factors of a stage and keys along columns."""
     factors = ring.factors.index(stage)
     return softmax_block(s, factors, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, 1)
@@ -116,7 +124,7 @@ def _softmax(
 @gluon.jit
 def attend_whole_blocks(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
-):  # fmt: skip
+):
     """Process unmasked blocks; the scores of each are issued with the values product before it.
 
     Returns the new m and total [ROWS] and acc [ROWS, D], float32, for 16-bit queries q [ROWS, D] in
@@ -156,7 +164,7 @@ def attend_whole_blocks(
 @gluon.jit
 def attend_whole_blocks_in_turn(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
-):  # fmt: skip
+):
     """`attend_whole_blocks` with one product in flight: values, then the next scores."""
     # An iteration starts with the scores of a block and ends with those of the next. The weights
     # are dead before the next scores are computed, which saves registers.
@@ -186,9 +194,18 @@ def attend_whole_blocks_in_turn(
 
 @gluon.jit
 def attend_cut_blocks(
-    base, first, last, q, ring, m, total, acc, position, SCALED: gl.constexpr,
+    base,
+    first,
+    last,
+    q,
+    ring,
+    m,
+    total,
+    acc,
+    position,
+    SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
-):  # fmt: skip
+):
     """Process the masked blocks on the diagonal; position is int32 [ROWS]."""
     # There are at most two such blocks for 64 rows, so nothing is overlapped.
     BLOCK_N: gl.constexpr = ring.k.shape[1]

@@ -90,8 +90,12 @@ def widen_codes(codes):
             sub.rn.f16x2 $1, high, offset;
             }
             """,
-            "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [codes],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
     else:
         wide = gl.inline_asm_elementwise(
             """
@@ -102,8 +106,12 @@ def widen_codes(codes):
             cvt.rn.f16x2.e4m3x2 $1, high;
             }
             """,
-            "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [codes],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
     return wide
 
 
@@ -201,9 +209,17 @@ def _raise_maximum(m, top):
 
 @gluon.jit
 def softmax_block(
-    s, factors, m, total, position, first_key,
-    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+    s,
+    factors,
+    m,
+    total,
+    position,
+    first_key,
+    MASKED: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+    KEYS: gl.constexpr,
+):
     """Return softmax weights e of a block, the new maximum and sum, and the decay of the old state.
 
     The caller multiplies acc by the decay before adding e @ v. Scores and weights are [M, N] with

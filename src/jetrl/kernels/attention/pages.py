@@ -30,7 +30,7 @@ from jetrl.precision.triton import gluon_names, tile
 @gluon.jit
 def context_of_tile(
     lengths_ptr, queries_ptr, first_ptr, seq, query, SEVERAL: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+):
     """Return the number of keys and queries of a sequence, and the first row and queries of a tile.
 
     A tile without queries has no keys.
@@ -93,11 +93,23 @@ def _by_channels(
 
 @gluon.jit
 def _store_heads(
-    o, first_row, used, group, o_ptr, scales_ptr, scale_stride,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+    o,
+    first_row,
+    used,
+    group,
+    o_ptr,
+    scales_ptr,
+    scale_stride,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    COLUMNS: gl.constexpr,
     SEVERAL: gl.constexpr,
-    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Store final outputs, as BF16 rows or as codes with one scale per head."""
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
@@ -117,10 +129,22 @@ def _store_heads(
 
 @gluon.jit
 def _store_state(
-    o, m, total, first_row, used, split, group, part_ptr, state_ptr, max_splits,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+    o,
+    m,
+    total,
+    first_row,
+    used,
+    split,
+    group,
+    part_ptr,
+    state_ptr,
+    max_splits,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    COLUMNS: gl.constexpr,
     SEVERAL: gl.constexpr,
-):  # fmt: skip
+):
     """Store the state of a split for `combine_kernel`."""
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
@@ -138,12 +162,33 @@ def _store_state(
 
 @gluon.jit
 def store_split(
-    acc, m, total, all_blocks, first_row, used, split, group, o_ptr, scales_ptr, scale_stride,
-    part_ptr, state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
+    acc,
+    m,
+    total,
+    all_blocks,
+    first_row,
+    used,
+    split,
+    group,
+    o_ptr,
+    scales_ptr,
+    scale_stride,
+    part_ptr,
+    state_ptr,
+    max_splits,
+    SPLIT: gl.constexpr,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SCALED: gl.constexpr,
+    mma: gl.constexpr,
     SEVERAL: gl.constexpr,
-    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Store final outputs if the split is the whole context, else its state.
 
     The unnormalized outputs acc are float32 [D, COLUMNS] in layout mma; the maxima m and sums total
@@ -156,14 +201,41 @@ def store_split(
         total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
         o = _by_channels(normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma)
         _store_heads(
-            o, first_row, used, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
-            SEVERAL, QUANTIZE, MAXIMUM, FLOOR, POW2,
-        )  # fmt: skip
+            o,
+            first_row,
+            used,
+            group,
+            o_ptr,
+            scales_ptr,
+            scale_stride,
+            H,
+            GROUP,
+            D,
+            COLUMNS,
+            SEVERAL,
+            QUANTIZE,
+            MAXIMUM,
+            FLOOR,
+            POW2,
+        )
     else:
         _store_state(
-            _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, first_row, used, split, group,
-            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS, SEVERAL,
-        )  # fmt: skip
+            _by_channels(acc, D, COLUMNS, SCALED, mma),
+            m,
+            total,
+            first_row,
+            used,
+            split,
+            group,
+            part_ptr,
+            state_ptr,
+            max_splits,
+            H,
+            GROUP,
+            D,
+            COLUMNS,
+            SEVERAL,
+        )
 
 
 class Pages(NamedTuple):
@@ -229,9 +301,18 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
 
 @gluon.jit
 def load_queries(
-    q_ptr, first_row, used, group, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    COLUMNS: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    first_row,
+    used,
+    group,
+    G: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    mma: gl.constexpr,
+):
     """Load the query heads of a tile as a tensor-core operand [D, COLUMNS]; zeros if unused."""
     # For quantized keys a thread holds runs of 4 channels, like the keys (`attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
@@ -279,10 +360,23 @@ def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.conste
 
 @gluon.jit
 def attend_page(
-    q, pages, stage, m, total, acc, position, first_key, count, query,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+    q,
+    pages,
+    stage,
+    m,
+    total,
+    acc,
+    position,
+    first_key,
+    count,
+    query,
+    MASKED: gl.constexpr,
+    GROUP: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+    mma: gl.constexpr,
+):
     """Return m and total [COLUMNS] and acc [D, COLUMNS], float32, updated by the keys of a page."""
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]

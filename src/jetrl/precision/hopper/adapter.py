@@ -92,17 +92,33 @@ def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
             mov.b32 $0, word;
             }
             """,
-            "=r,l", [ready_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l",
+            [ready_ptr.to(gl.int64)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         gluon_wait_for_previous()
 
 
 @gluon.jit
 def load_adapter(
-    u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
-    PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
-):  # fmt: skip
+    u_desc,
+    b_desc,
+    columns_ptr,
+    u_smem,
+    b_smem,
+    beside,
+    m0,
+    n0,
+    N,
+    early,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    RANK: gl.constexpr,
+):
     """Load the tiles of B, wait for the kernel that computes u, and load its tiles (one warp).
 
     Args:
@@ -206,9 +222,20 @@ def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
 
 @gluon.jit
 def _store_codes(
-    smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
-    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    smem,
+    codes_ptr,
+    scales_ptr,
+    scale_stride,
+    first_row,
+    num_rows,
+    first_column,
+    num_columns,
+    mine,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Quantize a tile in shared memory in 1 x 128 groups."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
@@ -231,11 +258,31 @@ def _store_codes(
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "early"])
 def down_rows_kernel(
-    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, ready_ptr, codes_ptr, scales_ptr, num_rows,
-    num_columns, rank, x_stride, scale_stride, chunks, early, SIGNAL: gl.constexpr,
-    CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
-    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    a_ptr,
+    sums_ptr,
+    out_ptr,
+    arrived_ptr,
+    ready_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    rank,
+    x_stride,
+    scale_stride,
+    chunks,
+    early,
+    SIGNAL: gl.constexpr,
+    CHUNK: gl.constexpr,
+    ROWS: gl.constexpr,
+    RANKS: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Multiply ROWS rows of x by RANKS rows of A over a chunk of K; the last program reduces.
 
     Args:
@@ -285,9 +332,20 @@ def down_rows_kernel(
     gl.store(sums_ptr + chunk * size + places, total, mask=mask)
     if QUANTIZE:
         _store_codes(
-            x_smem, codes_ptr, scales_ptr, scale_stride, row0, num_rows, chunk * CHUNK,
-            num_columns, gl.program_id(1) == 0, RAGGED, MAXIMUM, FLOOR, POW2,
-        )  # fmt: skip
+            x_smem,
+            codes_ptr,
+            scales_ptr,
+            scale_stride,
+            row0,
+            num_rows,
+            chunk * CHUNK,
+            num_columns,
+            gl.program_id(1) == 0,
+            RAGGED,
+            MAXIMUM,
+            FLOOR,
+            POW2,
+        )
 
     # All threads store before one of them counts the program, which releases their stores. The last
     # program to count acquires the stores of the others.
@@ -301,9 +359,11 @@ def down_rows_kernel(
             parts = ()
             for i in gl.static_range(8):
                 part = gl.load(
-                    sums_ptr + (first + i) * size + places, mask=mask & (first + i < chunks),
-                    other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+                    sums_ptr + (first + i) * size + places,
+                    mask=mask & (first + i < chunks),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 parts += (part,)  # type: ignore[assignment]
             for i in gl.static_range(8):
                 total += parts[i]
@@ -355,13 +415,34 @@ def project_down_rows(
     chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
     sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
     down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
-        x, down, sums, out, arrived, ready_word(arrived), x if codes is None else codes.codes,
-        x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
-        0 if codes is None else codes.scales.stride(1), chunks,
-        int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
-        codes is not None, is_ragged(num_columns), FORMATS["e4m3"][1], AMAX_FLOOR,
-        scales == "pow2", num_warps=4, enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        x,
+        down,
+        sums,
+        out,
+        arrived,
+        ready_word(arrived),
+        x if codes is None else codes.codes,
+        x if codes is None else codes.scales,
+        num_rows,
+        num_columns,
+        rank,
+        x.stride(0),
+        0 if codes is None else codes.scales.stride(1),
+        chunks,
+        int(torch.cuda.is_current_stream_capturing()),
+        signal,
+        CHUNK,
+        rows,
+        ranks,
+        codes is not None,
+        is_ragged(num_columns),
+        FORMATS["e4m3"][1],
+        AMAX_FLOOR,
+        scales == "pow2",
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
     return out
 
 
@@ -384,9 +465,20 @@ _ROWS, _DEPTH, _OUTPUTS = 64, 64, 64
 
 @triton.jit
 def _chunk_sum(
-    x_ptr, a_ptr, rows, ranks, chunk, num_rows, num_columns, rank, x_stride,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    a_ptr,
+    rows,
+    ranks,
+    chunk,
+    num_rows,
+    num_columns,
+    rank,
+    x_stride,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Return x A^T over one chunk of K, float32 [ROWS, BLOCK_R], accumulated from zero."""
     total = tl.zeros([ROWS, BLOCK_R], tl.float32)
     first = chunk * CHUNK
@@ -409,9 +501,19 @@ def _chunk_sum(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
-    x_ptr, a_ptr, out_ptr, num_rows, num_columns, rank, x_stride, chunks,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    a_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    rank,
+    x_stride,
+    chunks,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Compute x A^T for ROWS rows of x and BLOCK_R rows of A, over all chunks of K."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -420,9 +522,20 @@ def _down_kernel(
     total = tl.zeros([ROWS, BLOCK_R], tl.float32)
     for chunk in range(chunks):
         total += _chunk_sum(
-            x_ptr, a_ptr, rows, ranks, chunk, num_rows, num_columns, rank, x_stride,
-            CHUNK, ROWS, BLOCK_R, DEPTH,
-        )  # fmt: skip
+            x_ptr,
+            a_ptr,
+            rows,
+            ranks,
+            chunk,
+            num_rows,
+            num_columns,
+            rank,
+            x_stride,
+            CHUNK,
+            ROWS,
+            BLOCK_R,
+            DEPTH,
+        )
     mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
     places = rows.to(tl.int64)[:, None] * rank + ranks[None, :]
     tl.store(out_ptr + places, total.to(tl.bfloat16), mask=mask)
@@ -430,9 +543,18 @@ def _down_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _up_kernel(
-    y_ptr, u_ptr, b_ptr, columns_ptr, num_rows, num_outputs, u_stride,
-    RANK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    u_ptr,
+    b_ptr,
+    columns_ptr,
+    num_rows,
+    num_outputs,
+    u_stride,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """Add u B^T to ROWS rows and OUTPUTS columns of y, after rounding it to bfloat16."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -476,10 +598,23 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
     block = min(128, 1 << (rank - 1).bit_length())
     if num_rows:
         _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
-            x, down, out, num_rows, num_columns, rank, x.stride(0), cdiv(num_columns, CHUNK),
-            CHUNK, _ROWS, block, _DEPTH,
-            num_warps=4, num_stages=4, enable_fp_fusion=False, **overlapped(),
-        )  # fmt: skip
+            x,
+            down,
+            out,
+            num_rows,
+            num_columns,
+            rank,
+            x.stride(0),
+            cdiv(num_columns, CHUNK),
+            CHUNK,
+            _ROWS,
+            block,
+            _DEPTH,
+            num_warps=4,
+            num_stages=4,
+            enable_fp_fusion=False,
+            **overlapped(),
+        )
     return out
 
 
@@ -490,8 +625,19 @@ def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tens
     rank = up.shape[1]
     if num_rows:
         _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](
-            y, u, up, columns, num_rows, num_outputs, u.stride(0), rank, _ROWS, _OUTPUTS,
+            y,
+            u,
+            up,
+            columns,
+            num_rows,
+            num_outputs,
+            u.stride(0),
+            rank,
+            _ROWS,
+            _OUTPUTS,
             min(64, 1 << (rank - 1).bit_length()),
-            num_warps=4, enable_fp_fusion=False, **overlapped(),
-        )  # fmt: skip
+            num_warps=4,
+            enable_fp_fusion=False,
+            **overlapped(),
+        )
     return y

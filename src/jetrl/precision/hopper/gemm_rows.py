@@ -112,10 +112,18 @@ def fused_tiles(rows: int, n: int, rank: int) -> Tiles | None:
 
 @gluon.jit
 def _load_weights(
-    w_desc, w_smem, arrived, group, n0, COUNT: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+    w_desc,
+    w_smem,
+    arrived,
+    group,
+    n0,
+    COUNT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
     BLOCK_BYTES: gl.constexpr,
-):  # fmt: skip
+):
     """Start TMA loads of weight codes for the first COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     mbarrier.expect(bar, COUNT * BLOCK_BYTES)
@@ -123,16 +131,27 @@ def _load_weights(
         stage = (group % ROUNDS) * GROUP + i
         for part in gl.static_range(PARTS):
             gluon_names.tma_load(
-                w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
+                w_desc,
+                [n0 + part * BLOCK_N, (group * GROUP + i) * 128],
+                bar,
                 w_smem.index(stage * PARTS + part),
-            )  # fmt: skip
+            )
 
 
 @gluon.jit
 def _load_rows(
-    x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
-    BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    s_desc,
+    x_smem,
+    s_smem,
+    arrived,
+    group,
+    m0,
+    COUNT: gl.constexpr,
+    BOX_M: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """Start TMA loads of codes and scales of X for COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     for i in gl.static_range(COUNT):
@@ -145,10 +164,26 @@ def _load_rows(
 
 @gluon.jit
 def load_operands(
-    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr, m0, n0, early,
-    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, SIGNALLED: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    s_desc,
+    w_desc,
+    x_smem,
+    s_smem,
+    w_smem,
+    arrived,
+    left,
+    ready_ptr,
+    m0,
+    n0,
+    early,
+    KB: gl.constexpr,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIGNALLED: gl.constexpr,
+):
     """Load operands into each stage once it has been read (the loading warp).
 
     Args:
@@ -187,9 +222,18 @@ def load_operands(
             left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
         )
         _load_weights(
-            w_desc, w_smem, arrived, GROUPS, n0, KB % GROUP, PARTS, BLOCK_N, ROUNDS, GROUP,
+            w_desc,
+            w_smem,
+            arrived,
+            GROUPS,
+            n0,
+            KB % GROUP,
+            PARTS,
+            BLOCK_N,
+            ROUNDS,
+            GROUP,
             BLOCK_BYTES,
-        )  # fmt: skip
+        )
         _load_rows(
             x_desc, s_desc, x_smem, s_smem, arrived, GROUPS, m0, KB % GROUP, BOX_M, ROUNDS, GROUP
         )
@@ -201,10 +245,24 @@ _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @gluon.jit
 def _multiply_group(
-    x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals,
-    COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+    x_smem,
+    s_smem,
+    w_smem,
+    arrived,
+    ws_ptr,
+    ws_stride,
+    group,
+    n0,
+    N,
+    totals,
+    COUNT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    mma: gl.constexpr,
+):
     """Return totals with COUNT blocks of K added in order; their tensor-core products overlap."""
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
     first = (group % ROUNDS) * GROUP
@@ -248,11 +306,32 @@ def _multiply_group(
 
 @gluon.jit
 def _multiply(
-    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, columns_ptr, u_smem, b_smem,
-    beside, m0, n0, M, N, early,
-    KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+    x_smem,
+    s_smem,
+    w_smem,
+    arrived,
+    left,
+    ws_ptr,
+    ws_stride,
+    y_ptr,
+    columns_ptr,
+    u_smem,
+    b_smem,
+    beside,
+    m0,
+    n0,
+    M,
+    N,
+    early,
+    KB: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    RANK: gl.constexpr,
+    mma: gl.constexpr,
+):
     """Multiply the tiles of the program over all of K, and store them (the multiplying warps)."""
     totals = ()
     for _ in gl.static_range(PARTS):
@@ -263,9 +342,24 @@ def _multiply(
         firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
     for group in range(KB // GROUP):
         totals = _multiply_group(
-            x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
-            PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
-        )  # fmt: skip
+            x_smem,
+            s_smem,
+            w_smem,
+            arrived,
+            ws_ptr,
+            ws_stride,
+            group,
+            n0,
+            N,
+            totals,
+            GROUP,
+            PARTS,
+            BLOCK_M,
+            BLOCK_N,
+            ROUNDS,
+            GROUP,
+            mma,
+        )
         # The scales of X were read by ordinary loads, and a barrier alone does not order those
         # before the next TMA load (docs/kernels.md, "When a stage may be copied over").
         fence_async_shared()
@@ -273,9 +367,24 @@ def _multiply(
         mbarrier.arrive(left.index(group % ROUNDS), count=1)
     if KB % GROUP:
         totals = _multiply_group(
-            x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, KB // GROUP, n0, N, totals,
-            KB % GROUP, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
-        )  # fmt: skip
+            x_smem,
+            s_smem,
+            w_smem,
+            arrived,
+            ws_ptr,
+            ws_stride,
+            KB // GROUP,
+            n0,
+            N,
+            totals,
+            KB % GROUP,
+            PARTS,
+            BLOCK_M,
+            BLOCK_N,
+            ROUNDS,
+            GROUP,
+            mma,
+        )
     # Rows past M and columns past N are arbitrary, and not stored.
     rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
     columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
@@ -293,11 +402,30 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "early"])
 def rows_gemm_kernel(
-    x_desc, s_desc, w_desc, u_desc, b_desc, ws_ptr, y_ptr, columns_ptr, ready_ptr, M, N, ws_stride,
-    early, KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
-    SIGNALLED: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    s_desc,
+    w_desc,
+    u_desc,
+    b_desc,
+    ws_ptr,
+    y_ptr,
+    columns_ptr,
+    ready_ptr,
+    M,
+    N,
+    ws_stride,
+    early,
+    KB: gl.constexpr,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    RANK: gl.constexpr,
+    SIGNALLED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over all of K.
 
     Args:
@@ -335,18 +463,83 @@ def rows_gemm_kernel(
     COPIES: gl.constexpr = 2 if RANK > 0 else 1
     gl.warp_specialize(
         [
-            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
-                         columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
-                         BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
-            (load_operands, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left,
-                             ready_ptr, m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP,
-                             SIGNALLED)),
-            (load_adapter, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
-                           PARTS, BOX_M, BLOCK_N, RANK)),
+            (
+                _multiply,
+                (
+                    x_smem,
+                    s_smem,
+                    w_smem,
+                    arrived,
+                    left,
+                    ws_ptr,
+                    ws_stride,
+                    y_ptr,
+                    columns_ptr,
+                    u_smem,
+                    b_smem,
+                    beside,
+                    m0,
+                    n0,
+                    M,
+                    N,
+                    early,
+                    KB,
+                    PARTS,
+                    BLOCK_M,
+                    BLOCK_N,
+                    ROUNDS,
+                    GROUP,
+                    RANK,
+                    mma,
+                ),
+            ),
+            (
+                load_operands,
+                (
+                    x_desc,
+                    s_desc,
+                    w_desc,
+                    x_smem,
+                    s_smem,
+                    w_smem,
+                    arrived,
+                    left,
+                    ready_ptr,
+                    m0,
+                    n0,
+                    early,
+                    KB,
+                    PARTS,
+                    BOX_M,
+                    BLOCK_N,
+                    ROUNDS,
+                    GROUP,
+                    SIGNALLED,
+                ),
+            ),
+            (
+                load_adapter,
+                (
+                    u_desc,
+                    b_desc,
+                    columns_ptr,
+                    u_smem,
+                    b_smem,
+                    beside,
+                    m0,
+                    n0,
+                    N,
+                    early,
+                    PARTS,
+                    BOX_M,
+                    BLOCK_N,
+                    RANK,
+                ),
+            ),
         ][: 1 + COPIES],
         [1, 1][:COPIES],
         [24, 24][:COPIES],
-    )  # fmt: skip
+    )
 
 
 def rows_matmul(
@@ -392,17 +585,36 @@ def rows_matmul(
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
         TensorDescriptor(
-            scales, [k // FP8_BLOCK, padded], [scales.stride(1), 1], [1, tiles.block_m],
+            scales,
+            [k // FP8_BLOCK, padded],
+            [scales.stride(1), 1],
+            [1, tiles.block_m],
             _SCALES_LAYOUT,
         ),
-        weight, u, up, b_scales, out, columns, columns if ready is None else ready, rows, n,
-        b_scales.stride(0), int(torch.cuda.is_current_stream_capturing()),
-        k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
-        rank, ready is not None,
+        weight,
+        u,
+        up,
+        b_scales,
+        out,
+        columns,
+        columns if ready is None else ready,
+        rows,
+        n,
+        b_scales.stride(0),
+        int(torch.cuda.is_current_stream_capturing()),
+        k // FP8_BLOCK,
+        tiles.parts,
+        box,
+        tiles.block_m,
+        tiles.block_n,
+        tiles.rounds,
+        tiles.group,
+        rank,
+        ready is not None,
         num_warps=tiles.block_m // 16,
         # For all warps: the multiplying warps take over most registers of the loading ones.
         maxnreg=128 if tiles.block_m == 64 else 168,
         enable_fp_fusion=False,
         **overlapped(),
-    )  # fmt: skip
+    )
     return out

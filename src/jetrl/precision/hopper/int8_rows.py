@@ -58,10 +58,22 @@ def tiles_for(rows: int, n: int) -> Tiles:
 
 @gluon.jit
 def _copy(
-    x_desc, w_desc, x_smem, w_smem, arrived, left, m0, n0, early, num_blocks,
-    PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr,
+    x_desc,
+    w_desc,
+    x_smem,
+    w_smem,
+    arrived,
+    left,
+    m0,
+    n0,
+    early,
+    num_blocks,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
     GROUP: gl.constexpr,
-):  # fmt: skip
+):
     """Load operands into each stage once it has been read; blocks past K are zeros."""
     BYTES: gl.constexpr = GROUP * (x_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes)
     ahead = gl.minimum(num_blocks, ROUNDS)
@@ -73,9 +85,11 @@ def _copy(
         for i in gl.static_range(GROUP):
             for part in gl.static_range(PARTS):
                 gluon_names.tma_load(
-                    w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
+                    w_desc,
+                    [n0 + part * BLOCK_N, (group * GROUP + i) * 128],
+                    bar,
                     w_smem.index((group * GROUP + i) * PARTS + part),
-                )  # fmt: skip
+                )
     gluon_wait_for_previous()
     gluon_let_next_start()
     for group in range(ahead):
@@ -93,19 +107,36 @@ def _copy(
             k = (group * GROUP + i) * 128
             for part in gl.static_range(PARTS):
                 gluon_names.tma_load(
-                    w_desc, [n0 + part * BLOCK_N, k], bar,
+                    w_desc,
+                    [n0 + part * BLOCK_N, k],
+                    bar,
                     w_smem.index((at * GROUP + i) * PARTS + part),
-                )  # fmt: skip
+                )
             rows = x_smem.index(at * GROUP + i).slice(0, BOX_M, 0)
             gluon_names.tma_load(x_desc, [m0, k], bar, rows)
 
 
 @gluon.jit
 def _multiply(
-    x_smem, w_smem, arrived, left, x_scales_ptr, w_scales_ptr, y_ptr, m0, n0, M, N, num_blocks,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr,
-    GROUP: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+    x_smem,
+    w_smem,
+    arrived,
+    left,
+    x_scales_ptr,
+    w_scales_ptr,
+    y_ptr,
+    m0,
+    n0,
+    M,
+    N,
+    num_blocks,
+    PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    mma: gl.constexpr,
+):
     """Multiply the tiles of the program over all of K, and store them."""
     sums = ()
     for _ in gl.static_range(PARTS):
@@ -143,10 +174,23 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "early"])
 def rows_kernel(
-    x_desc, w_desc, x_scales_ptr, w_scales_ptr, y_ptr, M, N, early, num_blocks,
-    PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    w_desc,
+    x_scales_ptr,
+    w_scales_ptr,
+    y_ptr,
+    M,
+    N,
+    early,
+    num_blocks,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over all of K."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
@@ -163,14 +207,53 @@ def rows_kernel(
         mbarrier.init(left.index(i), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (x_smem, w_smem, arrived, left, x_scales_ptr, w_scales_ptr, y_ptr, m0, n0,
-                         M, N, num_blocks, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma)),
-            (_copy, (x_desc, w_desc, x_smem, w_smem, arrived, left, m0, n0, early, num_blocks,
-                     PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP)),
+            (
+                _multiply,
+                (
+                    x_smem,
+                    w_smem,
+                    arrived,
+                    left,
+                    x_scales_ptr,
+                    w_scales_ptr,
+                    y_ptr,
+                    m0,
+                    n0,
+                    M,
+                    N,
+                    num_blocks,
+                    PARTS,
+                    BLOCK_M,
+                    BLOCK_N,
+                    ROUNDS,
+                    GROUP,
+                    mma,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    x_desc,
+                    w_desc,
+                    x_smem,
+                    w_smem,
+                    arrived,
+                    left,
+                    m0,
+                    n0,
+                    early,
+                    num_blocks,
+                    PARTS,
+                    BOX_M,
+                    BLOCK_N,
+                    ROUNDS,
+                    GROUP,
+                ),
+            ),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )
 
 
 _CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -191,11 +274,24 @@ def rows_matmul(
     rows_kernel[(cdiv(rows, tiles.block_m), cdiv(n, tiles.parts * tiles.block_n))](
         TensorDescriptor(a.codes, [stored, k], [k, 1], [box, BLOCK_K], _CODES),
         TensorDescriptor(b.codes, [n, k], [k, 1], [tiles.block_n, BLOCK_K], _CODES),
-        a.scales, b.scales, out, rows, n, int(torch.cuda.is_current_stream_capturing()),
-        cdiv(k, BLOCK_K * tiles.group), tiles.parts, box, tiles.block_m, tiles.block_n,
-        tiles.rounds, tiles.group, num_warps=warps, maxnreg=128 if warps == 4 else 168,
-        enable_fp_fusion=False, **overlapped(),
-    )  # fmt: skip
+        a.scales,
+        b.scales,
+        out,
+        rows,
+        n,
+        int(torch.cuda.is_current_stream_capturing()),
+        cdiv(k, BLOCK_K * tiles.group),
+        tiles.parts,
+        box,
+        tiles.block_m,
+        tiles.block_n,
+        tiles.rounds,
+        tiles.group,
+        num_warps=warps,
+        maxnreg=128 if warps == 4 else 168,
+        enable_fp_fusion=False,
+        **overlapped(),
+    )
     return out
 
 

@@ -45,7 +45,7 @@ _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 @gluon.jit
 def widen_kernel(
     codes_ptr, scales_ptr, out_ptr, blocks, K, WORDS: gl.constexpr, SCALES: gl.constexpr
-):  # fmt: skip
+):
     """Dequantize 32 rows of 128 values to bfloat16 [N, K], without the tensor scale."""
     place = gl.program_id(0).to(gl.int64)  # blocks of a unit are consecutive
     row = gl.arange(0, 16, gl.SliceLayout(1, WORDS))
@@ -70,9 +70,16 @@ def widened_hopper(w: OrderedNVFP4) -> Tensor:
     n, k = w.shape
     out = torch.empty(n, k, dtype=torch.bfloat16, device=w.codes.device)
     widen_kernel[(n // UNIT * (k // BLOCK),)](
-        w.codes, w.scales, out, k // BLOCK, k, CODE_WORDS, SCALE_WORDS,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        w.codes,
+        w.scales,
+        out,
+        k // BLOCK,
+        k,
+        CODE_WORDS,
+        SCALE_WORDS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out
 
 

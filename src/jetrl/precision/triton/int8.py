@@ -78,8 +78,12 @@ def rotated_part(x):
         x = gl.inline_asm_elementwise(
             "{ .reg .b32 a, b; shfl.sync.bfly.b32 a, $1, $3, 31, -1; xor.b32 b, $1, $2; "
             "add.rn.f32 $0, a, b; }",
-            "=r,r,r,r", [x, sign, distance], dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,r,r",
+            [x, sign, distance],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
     return x * 0.125
 
 
@@ -102,9 +106,7 @@ def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.cons
 
 
 @gluon.jit
-def _rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, row_stride, K: gl.constexpr, FLOOR: gl.constexpr
-):  # fmt: skip
+def _rows_kernel(x_ptr, codes_ptr, scales_ptr, row_stride, K: gl.constexpr, FLOOR: gl.constexpr):
     WIDTH: gl.constexpr = 256 * gl.num_warps()
     row = gl.program_id(0)
     columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
@@ -152,9 +154,19 @@ def _bits(x):
 
 @gluon.jit(do_not_specialize=["num_rows", "blocks"])
 def _tokens_kernel(
-    x_ptr, maxima_ptr, arrived_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride,
-    blocks, COLUMNS: gl.constexpr, PASS: gl.constexpr, FLOOR: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    maxima_ptr,
+    arrived_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    blocks,
+    COLUMNS: gl.constexpr,
+    PASS: gl.constexpr,
+    FLOOR: gl.constexpr,
+):
     """Quantize each column over all tokens, and store transposed: [num_columns, blocks * 64].
 
     A scale needs the maximum over all tokens. PASS 1 computes the maxima, and PASS 2 quantizes.
@@ -217,9 +229,15 @@ def _weight_maxima_kernel(codes_ptr, scales_ptr, maxima_ptr, num_rows, num_colum
 
 @gluon.jit
 def _turn_kernel(
-    codes_ptr, scales_ptr, maxima_ptr, turned_ptr, turned_scales_ptr, num_rows, num_columns,
+    codes_ptr,
+    scales_ptr,
+    maxima_ptr,
+    turned_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
     FLOOR: gl.constexpr,
-):  # fmt: skip
+):
     w = _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns)
     rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_COLUMN))
     columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_COLUMN))
@@ -236,10 +254,18 @@ def _turn_kernel(
 
 @gluon.jit
 def _squares_kernel(
-    codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, num_rows, num_columns,
-    turned_scale_stride, column_blocks, RAGGED: gl.constexpr, MAXIMUM: gl.constexpr,
+    codes_ptr,
+    scales_ptr,
+    turned_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
+    turned_scale_stride,
+    column_blocks,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
-):  # fmt: skip
+):
     """Requantize a tile of an INT8 weight as one 128 x 128 E4M3 group, transposed for DGrad."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0])
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
@@ -269,10 +295,20 @@ def int8_squares_turned(w: QTensor) -> QTensor:
     q = empty_weight(columns, rows, FORMATS["e4m3"][0], w.codes.device)
     blocks = cdiv(columns, FP8_BLOCK)
     _squares_kernel[(cdiv(rows, FP8_BLOCK) * blocks,)](
-        w.codes, w.scales, q.codes, q.scales, rows, columns, q.scales.stride(0), blocks,
-        is_ragged(rows) or is_ragged(columns), FORMATS["e4m3"][1], AMAX_FLOOR, num_warps=8,
+        w.codes,
+        w.scales,
+        q.codes,
+        q.scales,
+        rows,
+        columns,
+        q.scales.stride(0),
+        blocks,
+        is_ragged(rows) or is_ragged(columns),
+        FORMATS["e4m3"][1],
+        AMAX_FLOOR,
+        num_warps=8,
         **_OPTIONS,
-    )  # fmt: skip
+    )
     return q
 
 
@@ -283,9 +319,16 @@ def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     q = empty_int8_operand(rows, k, x.device) if out is None else out
     if rows:
         _rows_kernel[(rows,)](
-            x, q.codes, q.scales, x.stride(0), k, AMAX_FLOOR, num_warps=row_warps(k), **_OPTIONS,
+            x,
+            q.codes,
+            q.scales,
+            x.stride(0),
+            k,
+            AMAX_FLOOR,
+            num_warps=row_warps(k),
+            **_OPTIONS,
             **overlapped(),
-        )  # fmt: skip
+        )
     return q
 
 
@@ -300,10 +343,23 @@ def int8_tokens(x: Tensor) -> QTensor:
     grid = (min(blocks * panels, most),)
     for which in (0,) if blocks <= most // 4 else (1, 2):
         _tokens_kernel[grid](
-            x, zeros, zeros[num_columns:], turned.codes, turned.scales, num_rows, num_columns,
-            x.stride(0), blocks, _PANEL, which, AMAX_FLOOR, num_warps=_PANEL // 32, maxnreg=128,
-            launch_cooperative_grid=which == 0, **_OPTIONS,
-        )  # fmt: skip
+            x,
+            zeros,
+            zeros[num_columns:],
+            turned.codes,
+            turned.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            blocks,
+            _PANEL,
+            which,
+            AMAX_FLOOR,
+            num_warps=_PANEL // 32,
+            maxnreg=128,
+            launch_cooperative_grid=which == 0,
+            **_OPTIONS,
+        )
     return turned.mT
 
 
@@ -315,17 +371,34 @@ def int8_turned(w: QTensor) -> QTensor:
     grid = (rows // ROTATION, cdiv(columns, 256))
     _weight_maxima_kernel[grid](w.codes, w.scales, amax, rows, columns, num_warps=8, **_OPTIONS)
     _turn_kernel[grid](
-        w.codes, w.scales, amax, q.codes, q.scales, rows, columns, AMAX_FLOOR,
-        num_warps=8, **_OPTIONS,
-    )  # fmt: skip
+        w.codes,
+        w.scales,
+        amax,
+        q.codes,
+        q.scales,
+        rows,
+        columns,
+        AMAX_FLOOR,
+        num_warps=8,
+        **_OPTIONS,
+    )
     return q
 
 
 @triton.jit(do_not_specialize=["M"])
 def _product_kernel(
-    a, b, a_scales, b_scales, out, M, N, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    a_scales,
+    b_scales,
+    out,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     """Compute a @ b^T for a [M, K] and b [N, K], exactly in int32, then scale."""
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     for item in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
@@ -358,7 +431,16 @@ def tiles_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16
     _product_kernel[(programs,)](
         TensorDescriptor.from_tensor(a.codes, [height, 128]),
         TensorDescriptor.from_tensor(b.codes, [width, 128]),
-        a.scales, b.scales, TensorDescriptor.from_tensor(out, [height, width // 2]),
-        rows, columns, k, height, width, programs, num_warps=8, num_stages=4,
-    )  # fmt: skip
+        a.scales,
+        b.scales,
+        TensorDescriptor.from_tensor(out, [height, width // 2]),
+        rows,
+        columns,
+        k,
+        height,
+        width,
+        programs,
+        num_warps=8,
+        num_stages=4,
+    )
     return out

@@ -58,9 +58,12 @@ CODE_WORDS = gl.DistributedLinearLayout([[0, 1], [0, 2]], _CODE_LANES, _CODE_WAR
 _SCALE_LANES, _SCALE_WARPS = [[0], [0], [2], [4], [8]], [[16], [32]]
 SCALE_WORDS = gl.DistributedLinearLayout([[1]], _SCALE_LANES, _SCALE_WARPS, [], [64])
 SCALE_LINE = gl.DistributedLinearLayout(  # the same as a row, [1, 64]
-    [[0, 1]], [[0, *lane] for lane in _SCALE_LANES], [[0, *warp] for warp in _SCALE_WARPS], [],
+    [[0, 1]],
+    [[0, *lane] for lane in _SCALE_LANES],
+    [[0, *warp] for warp in _SCALE_WARPS],
+    [],
     [1, 64],
-)  # fmt: skip
+)
 
 
 @gluon.jit
@@ -82,10 +85,13 @@ def unpack_step(words, scales):
     words = gl.convert_layout(words, spread_words, assert_trivial=True)
     words = gl.expand_dims(gl.expand_dims(gl.expand_dims(words, 4), 5), 6)
     return gl.inline_asm_elementwise(
-        UNPACK_WORD, _WORD_REGISTERS,
+        UNPACK_WORD,
+        _WORD_REGISTERS,
         [words.broadcast_to([4, 8, 4, 2, 2, 2, 2]), pairs.broadcast_to([4, 8, 4, 2, 2, 2, 2])],
-        dtype=gl.bfloat16, is_pure=True, pack=8,
-    )  # fmt: skip
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=8,
+    )
 
 
 @gluon.jit

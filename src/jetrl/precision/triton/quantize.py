@@ -55,8 +55,12 @@ def round_to_bfloat16(x):
     """Return x rounded to bfloat16, as float32; takes three instructions per two elements."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
-        "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
+        "=r,=r,r,r",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -87,9 +91,19 @@ def scale_and_multiplier(
 
 @triton.jit
 def store_row_groups(
-    y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-    RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+    y,
+    rows,
+    column,
+    num_rows,
+    num_columns,
+    codes_ptr,
+    scales_ptr,
+    scale_stride,
+    RAGGED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
     """Quantize R rows of 128 columns in 1 x 128 groups.
 
     Args:
@@ -123,10 +137,20 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, column_blocks,
-    ROWS: tl.constexpr, RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr,
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    scale_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
-):  # fmt: skip
+):
     """Quantize ROWS rows of 128 columns in 1 x 128 groups."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -134,47 +158,110 @@ def _rows_kernel(
     let_next_start()
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
-        y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-        RAGGED, MAXIMUM, FLOOR_BITS, POW2,
-    )  # fmt: skip
+        y,
+        rows,
+        column,
+        num_rows,
+        num_columns,
+        codes_ptr,
+        scales_ptr,
+        scale_stride,
+        RAGGED,
+        MAXIMUM,
+        FLOOR_BITS,
+        POW2,
+    )
 
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
-    x_ptr, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
-    num_rows, num_columns, row_stride, scale_stride, padded_tokens, column_blocks,
-    RAGGED: gl.constexpr, ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+    x_ptr,
+    row_codes_ptr,
+    row_scales_ptr,
+    token_codes_ptr,
+    token_scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    scale_stride,
+    padded_tokens,
+    column_blocks,
+    RAGGED: gl.constexpr,
+    ROW_GROUPS: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
-):  # fmt: skip
+):
     """Quantize a tile in 128 x 1 groups and, if ROW_GROUPS, in 1 x 128 groups too."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
-        y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        token_codes_ptr, token_scales_ptr, padded_tokens, RAGGED, ROW_GROUPS, MAXIMUM, FLOOR,
+        y,
+        block,
+        column,
+        num_rows,
+        num_columns,
+        row_codes_ptr,
+        row_scales_ptr,
+        scale_stride,
+        token_codes_ptr,
+        token_scales_ptr,
+        padded_tokens,
+        RAGGED,
+        ROW_GROUPS,
+        MAXIMUM,
+        FLOOR,
         POW2,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _square_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
-    column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    scale_stride,
+    padded_rows,
+    column_blocks,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Quantize a tile as one 128 x 128 group, and store it transposed."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_block_transposed(
-        y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
-        MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
+        y,
+        block,
+        column,
+        num_columns,
+        codes_ptr,
+        scales_ptr,
+        scale_stride,
+        padded_rows,
+        MAXIMUM,
+        FLOOR,
+        POW2,
+    )
 
 
 @gluon.jit
 def _weight_kernel(
-    w_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    w_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    column_blocks,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Quantize a tile of a weight as one 128 x 128 group, not transposed."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
@@ -192,9 +279,16 @@ def _weight_kernel(
 
 @gluon.jit
 def _turn_kernel(
-    codes_ptr, scales_ptr, turned_codes_ptr, turned_scales_ptr, num_rows, num_columns,
-    scale_stride, turned_scale_stride, column_blocks,
-):  # fmt: skip
+    codes_ptr,
+    scales_ptr,
+    turned_codes_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    turned_scale_stride,
+    column_blocks,
+):
     """Transpose a tile of codes and its scale, without requantization."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
@@ -250,11 +344,21 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_S
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if x.numel():
         _rows_kernel[(cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
-            x, rows.codes, rows.scales, num_rows, num_columns, x.stride(0), rows.scales.stride(1),
-            column_blocks, rows_of_program(num_rows), is_ragged(num_columns),
+            x,
+            rows.codes,
+            rows.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            rows.scales.stride(1),
+            column_blocks,
+            rows_of_program(num_rows),
+            is_ragged(num_columns),
             **rule(format, scales),
-            num_warps=4, enable_fp_fusion=False, **overlapped(),
-        )  # fmt: skip
+            num_warps=4,
+            enable_fp_fusion=False,
+            **overlapped(),
+        )
     return rows
 
 
@@ -270,10 +374,21 @@ def quantize_rows_and_tokens(
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if x.numel():
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            x, rows.codes, rows.scales, tokens.codes, tokens.scales, num_rows, num_columns,
-            x.stride(0), rows.scales.stride(1), tokens.shape[0], column_blocks,
-            is_ragged(num_columns), True, **tile_rule(format, scales),
-        )  # fmt: skip
+            x,
+            rows.codes,
+            rows.scales,
+            tokens.codes,
+            tokens.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            rows.scales.stride(1),
+            tokens.shape[0],
+            column_blocks,
+            is_ragged(num_columns),
+            True,
+            **tile_rule(format, scales),
+        )
     return rows, tokens
 
 
@@ -289,9 +404,17 @@ def quantize_squares(x: Tensor, scales: str = DEFAULT_SCALES) -> QTensor:
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if num_rows:
         _square_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            x, out.codes, out.scales, num_rows, num_columns, x.stride(0), out.scales.stride(1),
-            out.shape[0], column_blocks, **tile_rule("e4m3", scales),
-        )  # fmt: skip
+            x,
+            out.codes,
+            out.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            out.scales.stride(1),
+            out.shape[0],
+            column_blocks,
+            **tile_rule("e4m3", scales),
+        )
     return out
 
 
@@ -310,9 +433,16 @@ def quantize_weight(
     assert q.shape == w.shape, f"{list(q.shape)} for {list(w.shape)}"
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     _weight_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-        w, q.codes, q.scales, num_rows, num_columns, q.scales.stride(0), column_blocks,
-        is_ragged(num_columns), **tile_rule(format, scales),
-    )  # fmt: skip
+        w,
+        q.codes,
+        q.scales,
+        num_rows,
+        num_columns,
+        q.scales.stride(0),
+        column_blocks,
+        is_ragged(num_columns),
+        **tile_rule(format, scales),
+    )
     return q
 
 
@@ -336,8 +466,15 @@ def turned_weight(q: QTensor) -> QTensor:
     stored_rows, stored_columns = codes.shape
     # Codes are moved as bytes, whatever their type.
     _turn_kernel[(blocks * column_blocks,)](
-        codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
-        stored_rows, stored_columns, q.scales.stride(0), turned.scales.stride(0), column_blocks,
+        codes.view(torch.uint8),
+        q.scales,
+        turned.codes.view(torch.uint8),
+        turned.scales,
+        stored_rows,
+        stored_columns,
+        q.scales.stride(0),
+        turned.scales.stride(0),
+        column_blocks,
         **TILE_OPTIONS,
-    )  # fmt: skip
+    )
     return turned

@@ -103,9 +103,13 @@ def widen(x):
         # A bfloat16 is the upper half of a float32: shift the lower element of a pair up, and mask
         # the other half for the upper element.
         return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, -65536;", "=r,=r,r", [x],
-            dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, -65536;",
+            "=r,=r,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return x.to(gl.float32)
 
@@ -222,8 +226,12 @@ def to_int8(x):
         cvt.pack.sat.s8.s32.b32 $0, b, a, d;
         }
         """,
-        "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        "=r,f,f,f,f",
+        [x],
+        dtype=gl.int8,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @gluon.jit
@@ -248,10 +256,23 @@ def store_transposed(codes_ptr, codes, block, column, num_columns, padded_rows):
 
 @gluon.jit
 def store_groups(
-    y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-    token_codes_ptr, token_scales_ptr, padded_tokens, RAGGED: gl.constexpr,
-    ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    y,
+    block,
+    column,
+    num_rows,
+    num_columns,
+    row_codes_ptr,
+    row_scales_ptr,
+    scale_stride,
+    token_codes_ptr,
+    token_scales_ptr,
+    padded_tokens,
+    RAGGED: gl.constexpr,
+    ROW_GROUPS: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Quantize a tile in 128 x 1 groups and, if ROW_GROUPS, in 1 x 128 groups too.
 
     Args:
@@ -290,9 +311,18 @@ def store_groups(
 
 @gluon.jit
 def store_block_transposed(
-    y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+    y,
+    block,
+    column,
+    num_columns,
+    codes_ptr,
+    scales_ptr,
+    scale_stride,
+    padded_rows,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
     """Quantize a tile as one 128 x 128 group, and store it transposed for WGrad.
 
     Args:
