@@ -1,17 +1,19 @@
-"""The block of a decoder layer, the half after attention: its keys, weights and costs.
+"""The block of a decoder layer, its second half: config keys, weights and memory costs.
 
-A kind of block is a record here and a module, paired by `models.decoder.BLOCKS`; a family names its
-record (`models.families`). A record's fields are its keys of config.json. It owns names and shapes
-of weights, here and in Hugging Face files, and activation bytes for the memory plan; the module has
-the forward of each side and the self-checks. Nothing else names a weight of a block. No torch.
+A kind of block has a record here and a module, paired in `models.decoder.BLOCKS`; a family names
+its record (`models.families`). The fields of a record are its keys in config.json. The record owns
+the names and shapes of weights, here and in Hugging Face files, and the activation bytes for the
+memory plan. The module has the forward of each side and the self-checks. No other code names a
+weight of a block. This file must not import torch.
 
-A weight is a norm or a matrix [out, in], nothing else. Experts are stacked along rows: E of N
-outputs are one matrix [E * N, K] (N a multiple of 128 for FP8), and `stored_names` has the modules
-of each in order: mlp.experts.0.gate_proj, mlp.experts.0.up_proj, mlp.experts.1.gate_proj. So
-rounding, gradients, the optimizer, several GPUs and checkpoints need not know experts.
+A weight is a norm or a matrix [out, in]. Experts are stacked along rows: E experts of N outputs
+are one matrix [E * N, K] (N a multiple of 128 for FP8), and `stored_names` lists the modules of
+each in order: mlp.experts.0.gate_proj, mlp.experts.0.up_proj, mlp.experts.1.gate_proj. So
+rounding, gradients, the optimizer, several GPUs and checkpoints do not depend on experts.
 
-A matrix in `linears` is a linear layer: plans, exports and training targets choose its format.
-Another one, such as a router, is not: its module reads it by `Weights.linear` in the plan's `rest`.
+Matrices in `linears` are linear layers, whose format depends on plans, exports and adapter targets.
+Other matrices, such as a router, are not: their module reads them by `Weights.linear` in the format
+`rest` of the plan.
 
 Legend: T tokens, D hidden size, F inner size.
 """
@@ -67,9 +69,9 @@ class Block(LayerHalf):
 
     @abstractmethod
     def kept_values(self, hidden: int, inputs: bool) -> int:
-        """Return the values per token saved for backward, without the norm's output (the caller's).
+        """Return the values per token saved for backward, without the norm's output.
 
-        `inputs`: the inputs of the linear layers are saved too; otherwise they are recomputed.
+        `inputs`: whether the inputs of linear layers are saved; otherwise they are recomputed.
         """
 
     @abstractmethod
@@ -82,7 +84,8 @@ class Block(LayerHalf):
     ) -> int:
         """Return the maximum bytes that backward holds on top of the saved activations.
 
-        `first`: it allocates gradients; later ones add in place. `group`: tokens per dY scale.
+        `first`: whether it allocates the gradients that later ones add to. `group`: tokens per
+        scale of dY.
         """
 
     @abstractmethod
@@ -132,14 +135,14 @@ class DenseShape(Block):
         inner = self.intermediate_size
         gradient = 4 * 2 * inner * hidden if first else 0
         if format.coded and (not format.grouped or inner % group):
-            # Nothing is fused: dY of SwiGLU and of gate_up in BF16, and all codes.
+            # Not fused: dY of SwiGLU and of gate_up in BF16, and all codes.
             wgrad = (4 * inner + 5 * hidden) * tokens + 2 * 2 * inner * hidden + gradient
             return 2 * hidden * tokens + max(11 * inner * tokens, wgrad)
         if not format.coded:
             return (6 * hidden + 6 * inner) * tokens + gradient
-        # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
+        # While dY of gate_up is computed: codes of down's dY, dY of SwiGLU, codes of its output.
         gated = (2 * hidden + 3 * inner) * tokens
-        # While dW of gate_up is made: dX, the codes of X, and the product in bfloat16.
+        # While dW of gate_up is computed: dX, codes of X, and the product in bfloat16.
         wgrad = 3 * hidden * tokens + 2 * 2 * inner * hidden + gradient
         groups = -(-tokens // group)  # codes and scales along tokens
         codes = 2 * inner * groups * (group + 4)

@@ -6,13 +6,13 @@
         x = x + block(norm(x))
     logits = lm_head(norm(x))
 
-A layer returns x and a delta to be added to it, so that the addition can be part of the next norm
+A layer returns x and a delta that the next norm adds to it, in the same kernel
 (`attention.norm_linear`).
 
-Both sides of the flow run this code. They differ in their `KeyValues` (pages of a cache, or the
-packed batch) and in `side`, which picks formats from the plan. Between operations values are BF16
-(FP32 under the fp32 plan); every operation gives a token the same bits whatever other tokens are in
-the list.
+Sampling and training run this code. They differ in their `KeyValues` (pages of a cache, or the
+packed batch) and in `side`, which selects formats from the plan. Activations are BF16 (FP32 under
+the fp32 plan). Every operation is batch-invariant: the bits of a token do not depend on other
+tokens.
 
 Legend: T tokens, R needed rows, D hidden size, N output features, V vocabulary.
 """
@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the delta to be added to it, both [T, D].
 
-        `delta` is that of the layer before, None for the first. The `last` layer returns only
+        `delta` is from the previous layer, None for the first. The `last` layer returns only
         `kv.rows`.
         """
         trace = prefixed(trace, f"layers.{self.index}.")

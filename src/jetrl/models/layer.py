@@ -1,7 +1,7 @@
-"""Operations that decoder layers share: norm, rotation, and the trace of a forward.
+"""Operations that decoder layers share: norm, rotary embedding, and the trace of a forward.
 
-A trace is called with the output of each operation: `parity.locating` finds the first operation
-that differs between two forwards, `training.first_nonfinite` the first with a non-finite output.
+A trace is called with the output of each operation. It serves to find the first operation that
+differs between two forwards, or the first with a non-finite output.
 
 Legend: T tokens, H query heads, G key-value heads, D head size (of a norm its width).
 """
@@ -24,7 +24,7 @@ Trace = Callable[[str, Tensor], None]  # (name of the operation, its output)
 
 
 def tell(trace: Trace | None, name: str, value: Tensor | QTensor) -> None:
-    """Call the trace, unless it is None, with an operation's output; codes are dequantized."""
+    """Pass the output of an operation, dequantized, to the trace, if there is one."""
     if trace is not None:
         trace(name, dequantize(value) if isinstance(value, QTensor) else value)
 
@@ -37,8 +37,8 @@ def prefixed(trace: Trace | None, prefix: str) -> Trace | None:
 class RMSNorm(nn.Module):
     """RMSNorm with an FP32 master weight [D].
 
-    Fused kernels and forwards without gradient read the rounded weight. With gradients the
-    reference rounds the master weight itself, to the same bits, so that autograd reaches it.
+    Fused kernels and forwards without gradients read the rounded weight. With gradients, the
+    reference rounds the master weight in the graph, to the same bits.
     """
 
     def __init__(self, quantized: QuantizedWeight, eps: float) -> None:
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     @property
     def rounded(self) -> Tensor:
-        """The weight [D] in the activations' dtype."""
+        """The weight [D] in the dtype of activations."""
         weight = self.quantized.operand("train")
         assert isinstance(weight, Tensor), "a norm's weight is never FP8"
         return weight
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles and factors by which a layer turns the heads of a forward's tokens.
+    """The angles and smoothing factors for the query and key heads of a forward's tokens.
 
     Attributes:
         positions: int64 [T], each token's position in its sequence.
@@ -78,17 +78,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The positions, rotation and norms by which one layer makes queries and keys from qkv.
+    """The positions, rotation and norms with which a layer computes queries and keys from qkv.
 
-    On a GPU all tensors are the caller's, read in place: a captured forward follows writes to them.
+    The tensors are not copied, so a captured forward follows writes to them.
 
     Attributes:
         positions: int64 [T], each token's position in its sequence.
         table: float32 [positions, 2, D / 2], cosines and sines.
-        norms: The norms of query heads and of key heads, before the rotation; None without.
-        exponents: int8 [H + G, D / 2], smooths queries and keys after the rotation
-            (`key_smoothing.head_exponents`); None: they stay.
-        as_values: Attention's output is read as BF16 values (by an adapter), not as codes.
+        norms: The norms of query heads and of key heads, before the rotation; None if absent.
+        exponents: int8 [H + G, D / 2], for smoothing queries and keys after the rotation
+            (`key_smoothing.head_exponents`); None for no smoothing.
+        as_values: Whether attention's output is read as BF16 values (by an adapter), not as codes.
     """
 
     positions: Tensor
@@ -106,7 +106,7 @@ class Rotary:
 
     @property
     def norm_weights(self) -> tuple[Tensor, Tensor] | None:
-        """The rounded weights [D] of the query heads' norm and of the key heads'."""
+        """The rounded weights [D] of the norms of query heads and of key heads."""
         return None if self.norms is None else (self.norms[0].rounded, self.norms[1].rounded)
 
     @property
@@ -133,5 +133,5 @@ class Rotary:
 
 
 def fuses(x: Tensor) -> bool:
-    """Return whether the fused forms accept x: BF16 on a GPU."""
+    """Return whether fused operations support x: BF16 on a GPU."""
     return x.dtype == backend_of(x).fused

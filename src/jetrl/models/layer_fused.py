@@ -1,15 +1,14 @@
-"""A norm and the linear layer after it on a GPU, each one autograd function, so that codes flow.
+"""A norm fused with the linear layer after it on a GPU, as one autograd function.
 
-They compose the operations that `models.attention` and `models.decoder` name, with the same bits in
-the forward (tests/gpu/test_flow.py). The norm writes the codes that FProp reads, so its BF16 result
-is neither written nor read. For WGrad nothing is kept: backward makes the norm's codes again from
-the residual stream, and the residual's gradient joins inside the norm's. Layers kept in BF16 use
-the same functions with BF16 instead of codes; they keep FProp's input, which had to be written
-anyway.
+Forward has the bits of the unfused operations in `models.attention` and `models.decoder`
+(tests/gpu/test_flow.py). The norm writes the codes for FProp directly, without its BF16 output.
+Nothing is saved for WGrad: backward computes the norm's codes again from the residual stream, and
+the norm's backward also adds the residual's gradient. Layers in BF16 use the same functions; they
+save the input of FProp, which exists anyway.
 
-With adapters the norm writes its BF16 values next to the codes, in the same pass. The base is
-frozen, so backward has no WGrad and quantizes dY for DGrad only; the adapters' own gradients come
-from values that backward makes again.
+With adapters, the norm writes BF16 values in addition to codes, in the same pass. The base is
+frozen, so backward has no WGrad and quantizes dY only for DGrad. The gradients of adapters are
+computed from recomputed values.
 
 Legend: T tokens, D hidden size, N output features.
 """
@@ -41,12 +40,12 @@ from jetrl.precision.linear import (
 )
 from jetrl.precision.plan import PrecisionPlan, Side
 
-NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter does not have
+NONE = torch.empty(0)  # placeholder for tensors of adapters, if a layer has none
 
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """A linear layer as one call on a side reads it; with an adapter its weight is frozen."""
+    """The operands of a linear layer on one side; with an adapter its weight is frozen."""
 
     weight: StoredWeight
     bias: Tensor | None
@@ -60,11 +59,11 @@ class FusedLinear:
 
     @property
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
-        """The adapter's master weights, which are inputs only for their gradients."""
+        """The master weights A and B of the adapter; None without one."""
         return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
 
     def forward(self, entered: GEMMInput, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the adapter's product with A; `values` is X in BF16."""
+        """Return the output and the adapter's product with A; `values` is X in BF16."""
         if self.adapter is not None:
             assert values is not None, "an adapter reads values"
             return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
@@ -76,7 +75,7 @@ class FusedLinear:
     def backward(
         self, dy: Tensor, values: Tensor, u: Tensor, codes: GEMMInput | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of X, A and B, from dY bfloat16 [T, N] and X in BF16 (`values`)."""
+        """Return the gradients of X, A and B; dY is bfloat16 [T, N], `values` is X in BF16."""
         if codes is None:
             codes = quantize_for_dgrad(dy, self.weight, self.plan)
         dx = dgrad(codes, self.weight)
@@ -88,7 +87,7 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The arguments of a fused function without gradients; `norm_weight` [D] is the rounded one."""
+    """The arguments of a fused function that have no gradients; `norm_weight` [D] is rounded."""
 
     eps: float
     norm_weight: Tensor
@@ -101,8 +100,15 @@ class Fixed:
     @staticmethod
     def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> Fixed:
         fused = tuple(FusedLinear.of(linear, side) for linear in linears)
-        keep, gradients, weight = torch.is_grad_enabled(), linears[0].gradients, norm.rounded
-        return Fixed(norm.eps, weight, fused, gradients, keep, trace, device_kernels(weight))
+        return Fixed(
+            eps=norm.eps,
+            norm_weight=norm.rounded,
+            linears=fused,
+            gradients=linears[0].gradients,
+            keep=torch.is_grad_enabled(),
+            trace=trace,
+            kernels=device_kernels(norm.rounded),
+        )
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -115,11 +121,11 @@ class Fixed:
 
     @property
     def scales(self) -> str | None:
-        """The rule of the scales of codes that FProp reads; None: those of INT8 rows have none."""
+        """The format of the scales of X; None for INT8 rows, whose scales are float32."""
         return self.plan.scales if format_of(self.linears[0].weight).has_rule else None
 
     def normed(self, total: Tensor) -> Tensor:
-        """Return the norm of the residual stream in BF16, computed again."""
+        """Recompute the norm of the residual stream in BF16."""
         return self.kernels.rms_norm_forward(total, self.norm_weight, self.eps)[0]
 
     def leave(
@@ -152,7 +158,7 @@ def add_norm_fused(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
 def enter(
     x: Tensor, delta: Tensor | None, s: Fixed, with_values: bool = False
 ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor | None]:
-    """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16 if asked."""
+    """Return x + delta, the inverse rms, and the norm for FProp and, if asked, in BF16."""
     if not s.coded:
         y, inverse, total = s.kernels.rms_norm_forward(x, s.norm_weight, s.eps, delta)
         return total, inverse, y, y
@@ -162,7 +168,7 @@ def enter(
 
 
 def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
-    """Return the normalized values as WGrad reads them: codes made again, or the kept BF16."""
+    """Return the normalized values for WGrad: recomputed codes, or the saved BF16 values."""
     if not s.coded:
         return kept[0]
     if s.plan.wgrad_input == "128x128" and s.plan.backward_format.grouped:

@@ -1,10 +1,10 @@
-"""The mixer of a decoder layer, the half in which a token reads earlier ones: weights and costs.
+"""The mixer of a decoder layer, its first half, in which tokens read earlier ones: weights, costs.
 
-A kind of mixer is a record here and a module, paired by `models.decoder.MIXERS`, as a kind of block
-is (`models.block` has the rules for weights). Its norm is `input_norm`. Attention is a mixer whose
-keys of config.json all families share, so `families` makes its record. The fields of another record
-are its own keys, and a family names it by its entry in `layer_types` (`Family.mixers`). Nothing
-else names a weight of a mixer. No torch.
+A kind of mixer has a record here and a module, paired in `models.decoder.MIXERS`, like a kind of
+block (`models.block` has the rules for weights). Its norm is `input_norm`. All families share the
+config.json keys of attention, so `families` creates its record. The fields of other records are
+their keys in config.json; a family names them by their entry in `layer_types` (`Family.mixers`). No
+other code names a weight of a mixer. This file must not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Mixer(LayerHalf):
 
     @abstractmethod
     def cached_bytes(self, kv: KVFormats) -> int:
-        """Return the bytes per token that the layer stores in pages of the cache."""
+        """Return the bytes per token in the pages of the KV cache."""
 
     @abstractmethod
     def staged_bytes(self, kv: KVFormats) -> int:
-        """Return the bytes per token that a GPU's forward over prompts stages to read the cache."""
+        """Return the bytes per cached token that a GPU stages during prefill."""
 
     @abstractmethod
     def kept_bytes(self, wide: int, kv: KVFormats) -> int:
@@ -44,7 +44,7 @@ class Mixer(LayerHalf):
     def backward_bytes(self, tokens: int, longest: int, shared: bool) -> int:
         """Return the maximum bytes that backward holds on top of the saved activations.
 
-        `longest`: tokens of the longest sequence. `shared`: sequences may share first tokens.
+        `longest`: tokens of the longest sequence. `shared`: whether sequences may share prefixes.
         """
 
 
@@ -112,7 +112,7 @@ class AttentionShape(Mixer):
         queries, keys, _ = self.stored_rows["qkv"]
         across = -(-longest // backward_lists.BACKWARD_QUERIES)
         across *= -(-longest // backward_lists.BACKWARD_KEYS)
-        # The queries of a branch see all keys of their stem, whose sums may be of several parts.
+        # Queries of a branch see all keys of its stem, which may be summed in several parts.
         met = across if shared else across // 2 + 1
         ds = self.num_heads * -(-tokens // longest) * met * backward_lists.DS_TILE_BYTES
         if shared:

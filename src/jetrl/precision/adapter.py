@@ -1,20 +1,20 @@
 """A low-rank adapter next to a linear layer: y = x W^T + (x A^T) (s B)^T, with W frozen.
 
-A linear layer may be several of a checkpoint's, stacked by rows (Q, K and V), each with an A [r, K]
-and a B [n, r] of its own. Here all A lie under each other, and so do all B:
+A linear layer may stack several layers of the checkpoint by rows (Q, K and V), each with its own A
+[r, K] and B [n, r]. All A are stacked, and so are all B:
 
-    down   [P * R, K]   A of every part, bfloat16, each filled up with zeros to R rows
-    up     [N, R]       s B of the part that each row of y belongs to, zeros if there is none
+    down   [P * R, K]   A of every part, bfloat16, each padded with zeros to R rows
+    up     [N, R]       s B of the part of each row of y; zeros if the row has no adapter
 
-with P parts and R the rank up to a multiple of 16, the tensor core's depth. Both are rounded from
-FP32 master weights. Then
+with P parts and the rank r padded to R, a multiple of 16 (the tensor core's K). Both are rounded
+from FP32 master weights. Then
 
     u = bfloat16(x A^T)           once for all parts, [T, P * R]
     d = bfloat16(u_part (s B)^T)  each part for its rows of y
     y = y + d                     in y's dtype
 
-Sampling and training call the same function. Sums over K are made in chunks of 512, each from zero,
-added in order, so a row has the same bits in every batch. On the CPU the sums are exact.
+Sampling and training call the same functions. On a GPU, sums over K are split into chunks of 512
+that are added in order, so the bits of a row do not depend on the batch. On the CPU sums are exact.
 
 Legend: T tokens, K input features, N output features, r rank.
 """
@@ -35,8 +35,8 @@ from jetrl.precision.gradients import matmul_product
 def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     """Return y + (x A^T) (s B)^T [T, N], differentiable in y, x, A and B.
 
-    y is the layer's product; without gradients it is added to in place. x [T, K] are the values
-    that the layer multiplied, not yet quantized.
+    y is the layer's output, updated in place if no gradients are needed. x [T, K] is the layer's
+    input before quantization.
     """
     if weight.in_fp32:
         return _added_in_fp32(y, x, weight)
@@ -51,7 +51,7 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
 
 
 def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return y + u_part (s B)^T [T, N], of bfloat16 y, in place, and u of `project_down`."""
+    """Add u_part (s B)^T to bfloat16 y [T, N] in place, and return y; u is from `project_down`."""
     arithmetic, rank = arithmetic_of(y), weight.shape.padded_rank
     if arithmetic is not None:
         return arithmetic.project_up(y, u, weight.up, weight.columns)
@@ -71,10 +71,14 @@ def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
 def adapter_gradients(
     dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight, du: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of A and B, float32, and of u, bfloat16: x has the gradient u's @ down.
+    """Return the gradients of A and B, float32, and of u, bfloat16; that of x is du @ down.
 
-    Products have FP32 sums in any order. x, bfloat16 [T, K], is what forward multiplied, u,
-    bfloat16 [T, P * R], what it made; du is that of `rank_gradient`, if it is known already.
+    Sums are FP32 in any order.
+
+    Args:
+        x: The input of forward, bfloat16 [T, K].
+        u: The result of `project_down` in forward, bfloat16 [T, P * R].
+        du: The result of `rank_gradient`, if already computed.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank
@@ -89,7 +93,7 @@ def adapter_gradients(
 
 
 def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return what `add_adapter` returns under the fp32 plan, by autograd's own operations."""
+    """Return the result of `add_adapter` under the fp32 plan, by differentiable operations."""
     pieces: list[Tensor] = []
     end = 0
     a_parts: Sequence[Tensor] = weight.a.split(weight.shape.rank)

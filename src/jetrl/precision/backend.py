@@ -1,13 +1,14 @@
-"""The backend of a device: the kernels that compute there, and what they promise.
+"""The backend of a device: its kernels and their guarantees.
 
-Every operation has a reference in plain PyTorch: its specification, and what runs on a CPU. A
-device with kernels has two tables of them: `Arithmetic` for this package, and for the rest
-`kernels.backend.Kernels`. A table is a module with these names. Public operations take the table of
-their tensor's device. It is imported with the first of them, since a CPU has no Triton.
+Every operation has a reference in plain PyTorch, which is its specification and runs on a CPU. A
+GPU has two tables of kernels: `Arithmetic` for this package, `kernels.backend.Kernels` for other
+packages. A table is a module with these names. Public operations look up the table of their
+tensor's device; it is imported on first use, since Triton is not installed without a GPU.
 
-Nothing else chooses by the kind of GPU: a new one is a record in `BACKENDS`, its two tables and the
-kernels that they name, of which some may be Hopper's. A table has every name, NVFP4 and adapters
-too. Attention is the table's even if `fused` is None; pages have 64 tokens, tiles 192 queries.
+No other code depends on the kind of GPU. To support a new one, add a record to `BACKENDS` with two
+tables of kernels; some kernels may be those of Hopper. A table must have every name, including
+NVFP4 and adapters. Attention always uses the table, even if `fused` is None; KV pages have 64
+tokens, query tiles 192 queries.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Arithmetic(Protocol):
-    """The kernels of a device. Each has the name of a public operation, and gives its bits."""
+    """The kernels of a device, named after public operations, with the bits of their references."""
 
     # precision.gemm
     def fp8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
@@ -82,18 +83,18 @@ class Arithmetic(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """A kind of device: which GPUs it takes, how it computes, and what it promises.
+    """A kind of device: the GPUs that it supports, its kernels and their guarantees.
 
     Attributes:
         table: Imports the kernels of this package.
-        fused: The dtype of activations for which a decoder layer's operations are fused; or None.
-        stable_row_sums: Whether torch sums per row in the same order at any number of rows.
-        logits_at_once: The float32 logits of one chunk of rows in training.
-        gpus, capabilities: What it takes: in words, and as CUDA compute capabilities.
-        head_dims, max_group: What attention takes: sizes of heads, and query heads per key head.
-        dtypes: The stored dtypes of the number formats that its kernels multiply.
+        fused: The dtype of activations with fused decoder layers; None if none are fused.
+        stable_row_sums: Whether torch's order of sums per row is independent of the number of rows.
+        logits_at_once: Number of float32 logits per chunk of rows in training.
+        gpus, capabilities: The supported GPUs, in words and as CUDA compute capabilities.
+        head_dims, max_group: Limits of attention: head sizes, and query heads per key head.
+        dtypes: The storage dtypes of supported number formats.
         shared_memory: Bytes of shared memory per thread block.
-        multiprocessors: The number of SMs for which products are cut into tiles.
+        multiprocessors: Number of SMs, by which products are tiled.
     """
 
     name: str
@@ -111,11 +112,11 @@ class Backend:
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
-        """The kernels of this package; None: the references are computed."""
+        """The kernels for this package; None if references are used."""
         return self.table()
 
     def check_attention(self, head_dim: int, group: int) -> None:
-        """Raise a UserError for heads, `group` of queries per key head, without a kernel."""
+        """Raise a UserError if no kernel supports heads with `group` query heads per key head."""
         if head_dim not in self.head_dims or group > self.max_group:
             sizes = " or ".join(map(str, self.head_dims))
             raise UserError(
@@ -125,7 +126,7 @@ class Backend:
             )
 
     def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise a UserError for number formats, by their words in messages, without kernels."""
+        """Raise a UserError that names the formats whose dtypes no kernel supports."""
         missing = [words for words, dtype in dtypes.items() if dtype not in self.dtypes]
         if missing:
             raise UserError(
@@ -155,12 +156,12 @@ HOPPER = Backend(
     shared_memory=hopper.SHARED_MEMORY,
     multiprocessors=hopper.MULTIPROCESSORS,
 )
-BACKENDS = (HOPPER,)  # of GPUs; a plan for another machine means the first
+BACKENDS = (HOPPER,)  # of GPUs; plans for another machine assume the first
 SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)
 
 
 def accelerator(device: torch.device | None = None) -> Backend | None:
-    """Return the backend that takes a GPU of this machine, by default the current; or None."""
+    """Return the backend that supports a GPU, by default the current one; None if none does."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability(device)
@@ -184,15 +185,15 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def backend_of(x: Tensor) -> Backend:
-    """Return the backend of a tensor's device: a look-up, since every operation asks."""
+    """Return the backend of a tensor's device."""
     return backend_for(x.device) if x.is_cuda else REFERENCE
 
 
 def arithmetic_of(x: Tensor) -> Arithmetic | None:
-    """Return the kernels of a tensor's device for this package; None: compute the reference."""
+    """Return the kernels of a tensor's device for this package; None if it has none."""
     return backend_of(x).arithmetic
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return how many rows of logits an lm_head on a GPU makes at once (2 GiB); no bit changes."""
-    return max(64, 2**29 // vocabulary // 64 * 64)  # 64 rows fill a tile of the GEMM
+    """Return the number of rows of logits that lm_head computes at once on a GPU (2 GiB)."""
+    return max(64, 2**29 // vocabulary // 64 * 64)  # the GEMM has tiles of 64 rows

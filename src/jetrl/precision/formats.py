@@ -1,11 +1,11 @@
-"""The number formats: one record per format, so that no other code compares a format's name.
+"""The number formats: one record per format, so that no other code compares format names.
 
-A `Format` has the facts of a format (bytes, the multiple that widths must meet, words for messages)
-and what a linear layer does with a weight in it: round the weight, quantize X and multiply, each
-through the backend of the tensor's device. A `Gradient` quantizes dY next to a weight in codes.
+A `Format` has the properties of a format (bytes, divisor of weight dimensions, name in messages)
+and the operations of a linear layer: round the weight, quantize X, multiply. Each dispatches to the
+backend of the tensor's device. A `Gradient` quantizes dY for a weight in codes.
 
-`number_format` returns the record of a name in a plan or in settings, `format_of` the record of a
-weight, so a layer needs no name. A new format is a new record, and its name in `settings.presets`.
+`number_format` returns the record of a name in a plan or in settings, `format_of` that of a weight.
+To add a format, add a record here and its name to `settings.presets`.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -50,12 +50,12 @@ GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes, or BF16 value
 
 
 class Rounding(NamedTuple):
-    """The rounding of a weight for one side: sides with the same one read the same tensor.
+    """The rounding of a weight for one side; two sides with equal roundings share a tensor.
 
     Attributes:
-        scales: The rule of the scales of codes; "fp32" if there are none.
-        through_bf16: Whether codes are built from the master weight rounded to BF16.
-        dithered: Whether BF16 values are rounded by fixed draws, not to nearest.
+        scales: The format of scales; "fp32" if there are none.
+        through_bf16: Whether the master weight is rounded to BF16 before it is quantized.
+        dithered: Whether BF16 rounding is stochastic (with a fixed seed) instead of to nearest.
     """
 
     format: Format
@@ -66,18 +66,18 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A number format; this class is BF16, whose values multiply as they are.
+    """A number format; this class is BF16.
 
     Attributes:
-        words: Written in messages, such as FP8.
+        words: The name in messages, such as FP8.
         dtype: The dtype of one stored value.
-        code: The name of the quantizer's rule; None if values are stored as they are.
-        multiple: Divides both dimensions of a weight.
-        coded: Whether a product multiplies codes of X.
-        grouped: Whether these codes are in groups of 1 x 128, as attention and adapters write them.
-        has_rule: Whether the scales follow the plan's rule.
+        code: The quantizer's name of the format; None if values are not quantized.
+        multiple: Number that both dimensions of a weight must be multiples of.
+        coded: Whether products multiply codes of X.
+        grouped: Whether X has scale groups of 1 x 128, which attention and adapters can write.
+        has_rule: Whether `PrecisionPlan.scales` sets the format of scales.
         reads_masters: Whether forwards read the master weights.
-        frozen: Whether only weights that are not trained can have the format.
+        frozen: Whether the format is only for frozen weights.
     """
 
     name: str
@@ -93,19 +93,19 @@ class Format:
     frozen: ClassVar[bool] = False
 
     def operand(self, stored: StoredWeight) -> StoredWeight:
-        """Return a stored weight as a product takes it; of a study's format it names the format."""
+        """Return a stored weight as an operand of products; studies override this."""
         return stored
 
     def described(self, scales: ScaleRule) -> str:
-        """Return the format of keys and values in words, with the rule of scales."""
+        """Return the format of keys or values in words, scales included."""
         return self.words
 
     def described_linear(self, scales: ScaleRule) -> str:
-        """Return the format of a linear layer in words, with the rule of scales."""
+        """Return the format of a linear layer in words, scales included."""
         return self.described(scales)
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a key or value of one head, its scale included."""
+        """Return the bytes of one head's key or value, including its scale."""
         return self.dtype.itemsize * head_dim + (4 if self.code else 0)
 
     def weight_bytes(self, shape: tuple[int, ...]) -> int:
@@ -117,11 +117,11 @@ class Format:
         return torch.empty(tuple(shape), dtype=torch.bfloat16, device=master.device)
 
     def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
-        """Return float32 [N, K] or [D] in this format, written over `into` if that is given."""
+        """Return a float32 weight [N, K] or [D] in this format, written to `into` if given."""
         return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
 
     def input(self, x: Tensor, scales: ScaleRule) -> GEMMInput:
-        """Return X [T, K] as FProp reads it."""
+        """Return X [T, K], quantized for FProp."""
         return x
 
     def fprop(
@@ -132,7 +132,7 @@ class Format:
         pinned: bool,
         scales: ScaleRule,
     ) -> Tensor:
-        """Return X @ weight^T, [T, N]; `pinned` fixes the order of a BF16 product's sums."""
+        """Return X @ weight^T, [T, N]; `pinned` fixes the reduction order of BF16 products."""
         return bf16_matmul(_values(x), _values(weight), out_dtype, pinned)
 
     def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
@@ -141,7 +141,7 @@ class Format:
 
 
 class _FP32(Format):
-    """Values that are read as they are."""
+    """FP32 master weights, read directly."""
 
     reads_masters = True
 
@@ -218,8 +218,8 @@ class _FP8(_Codes):
 
     def _coded_dgrad(self, rows: QTensor, weight: QTensor) -> Tensor:
         arithmetic = arithmetic_of(weight.codes)
-        # A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
-        # kept, they would take as much memory as the weights.
+        # The GPU's GEMM needs transposed bytes. They are freed after this product: stored, they
+        # would take as much memory as the weights.
         turned = weight.mT if arithmetic is None else arithmetic.turned_weight(weight)
         return fp8_matmul(rows, turned)
 
@@ -285,7 +285,7 @@ class _NVFP4(Format):
         return nvfp4_dgrad(_values(rows), weight)
 
 
-_HALF_GROUP = 64  # values of an FP8 group, at least; INT8 rotates so many
+_HALF_GROUP = 64  # minimum size of an FP8 group, and size of an INT8 rotation
 _E4M3, _INT8_DTYPE = FORMATS["e4m3"][0], FORMATS[INT8_CODES][0]
 
 FP32 = _FP32("fp32", "FP32", torch.float32)
@@ -298,20 +298,20 @@ _BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
 
 
 def number_format(name: str) -> Format:
-    """Return the record of a format that settings or a plan name."""
+    """Return the record of a format's name in settings or in a plan."""
     return _BY_NAME[name]
 
 
 def key_and_value_formats(kv: str) -> tuple[Format, Format]:
-    """Return the formats of keys and of values that a plan's `kv` names, such as "int8+fp8"."""
+    """Return the formats of keys and of values for `PrecisionPlan.kv`, such as "int8+fp8"."""
     keys, _, values = kv.partition("+")
     return number_format(keys), number_format(values or keys)
 
 
 def format_of(weight: StoredWeight) -> Format:
-    """Return the record of a weight's format; BF16 stands for all that are values.
+    """Return the record of a weight's format; BF16 for any unquantized weight.
 
-    A study's weight is a tensor that names its format.
+    In studies a tensor may have the attribute `number_format`.
     """
     if isinstance(weight, QTensor):
         return INT8 if weight.codes.dtype == INT8.dtype else FP8
@@ -336,13 +336,13 @@ class Gradient:
     integer: ClassVar[bool] = False
 
     def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
-        """Return dY, bfloat16 [T, N], as DGrad reads it."""
+        """Return dY, bfloat16 [T, N], quantized for DGrad."""
         return dy
 
     def rows_and_tokens(
         self, dy: Tensor, scales: ScaleRule, widened: bool
     ) -> tuple[GEMMInput, GEMMInput]:
-        """Return dY as DGrad and as WGrad read it; `widened`: WGrad reads values on a GPU."""
+        """Return dY for DGrad and for WGrad; on a GPU `widened` makes the latter BF16 values."""
         return dy, dy
 
 
@@ -360,7 +360,7 @@ class _INT8Gradient(Gradient):
 
 @dataclass(frozen=True)
 class _FP8Gradient(Gradient):
-    """E4M3, or E5M2, whose codes no GPU's FP8 GEMM takes: their values multiply in BF16 there."""
+    """E4M3 or E5M2. FP8 GEMMs of GPUs do not support E5M2, which is widened to BF16 there."""
 
     code: FP8Format
 
@@ -386,19 +386,19 @@ class _FP8Gradient(Gradient):
 
 
 def _codes(operand: StoredWeight) -> QTensor:
-    """Return an operand of a product of codes."""
+    """Return an operand that must be codes."""
     assert isinstance(operand, QTensor), f"codes multiply codes, not {type(operand)}"
     return operand
 
 
 def _values(operand: StoredWeight) -> Tensor:
-    """Return an operand of a product of values."""
+    """Return an operand that must be values."""
     assert isinstance(operand, Tensor), f"values multiply values, not {type(operand)}"
     return operand
 
 
 def _widened(codes: QTensor, num_tokens: int) -> Tensor:
-    """Return the values of codes as bfloat16 [T, N], without tokens that fill up a group."""
+    """Return the values of codes as bfloat16 [T, N], without padding tokens."""
     return dequantize(codes)[:num_tokens].bfloat16()
 
 

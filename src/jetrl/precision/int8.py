@@ -2,14 +2,15 @@
 
     Y [M, N] = float32(sum over K of qa * qb) * scale_a * scale_b
 
-The sums are integers, at most 127**2 * K: they have the same bits in any order, with any tile or
-split of K, on any device, so a row of a product depends on that row and on B only.
+The sums are integers of at most 127**2 * K, so they are exact in any order, with any tiling or
+split of K, on any device. A row of a product depends only on that row and on B.
 
     FProp   Y [T, N]  = X  [T, K]   W   [N, K]
     DGrad   dX [T, K] = dY [T, N]   W^T [K, N]    made from W's codes, since FProp reads these
     WGrad   dW [N, K] = dY^T [N, T] X^T [K, T]    rotated along tokens, one scale per feature
 
-DGrad and WGrad are those of `grad_output=int8`; the preset's are in FP8 (`precision.linear`).
+These DGrad and WGrad need `grad_output=int8`; by default the `int8` plan has FP8 gradients
+(`precision.linear`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MOST_TERMS = (2**31 - 1) // 127**2
 def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     """Return x [M, K] as the left operand of a product along K, or as a weight.
 
-    x is bfloat16 or float32, K a multiple of 64. An earlier result `out` is written in place.
+    x is bfloat16 or float32, K a multiple of 64. The result is written to `out` if given.
     """
     if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.int8_rows(x, out)
@@ -51,9 +52,9 @@ def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
 
 
 def int8_tokens(x: Tensor) -> QTensor:
-    """Return x [T, N] as an operand of a product along tokens: [T up to a multiple of 64, N].
+    """Return x [T, N] as an operand of a product along tokens, T padded to a multiple of 64.
 
-    The tokens of a feature are contiguous and share a scale; missing ones are zeros.
+    The tokens of a feature are contiguous and share a scale; padding is zeros.
     """
     if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.int8_tokens(x)
@@ -61,14 +62,14 @@ def int8_tokens(x: Tensor) -> QTensor:
 
 
 def int8_turned(w: QTensor) -> QTensor:
-    """Return the transpose [K, N] of a weight [N, K] for DGrad, rounded from FProp's values."""
+    """Return the transpose [K, N] of a weight [N, K] for DGrad, rounded from its codes' values."""
     if (arithmetic := arithmetic_of(w.codes)) is not None:
         return arithmetic.int8_turned(w)
     return int8_rows(dequantize(w).mT)
 
 
 def int8_squares_turned(w: QTensor) -> QTensor:
-    """Return a weight's transpose for DGrad in E4M3, 128 x 128 groups, from FProp's values."""
+    """Return a weight's transpose for DGrad in E4M3 (128 x 128), from its codes' values."""
     if (arithmetic := arithmetic_of(w.codes)) is not None:
         return arithmetic.int8_squares_turned(w)
     return quantize(dequantize(w), (128, 128)).mT
@@ -77,7 +78,8 @@ def int8_squares_turned(w: QTensor) -> QTensor:
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N].
 
-    Raises UserError if K, such as a micro-batch's tokens, is so large that int32 may overflow.
+    Raises UserError if int32 sums may overflow, because K (such as a micro-batch's tokens) is too
+    large.
     """
     if a.shape[1] > _MOST_TERMS:
         raise UserError(

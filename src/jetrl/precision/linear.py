@@ -1,10 +1,10 @@
-"""The linear layer: a quantized weight, and three GEMMs around it in the plan's formats.
+"""The linear layer: a quantized weight, and its three GEMMs in the formats of the plan.
 
-Forward in FP8 quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. Backward quantizes
-dY both ways, for DGrad and WGrad, and X again from the same BF16 values, in groups of 128 x 128: a
-linear saves only its input. Gradients leave as BF16 (dX), and by the model's `Gradients`, which
-sums dW in FP32. Quantizers pass gradients straight through. A low-rank adapter reads X before it is
-quantized; its layer's weight is frozen and gets no WGrad.
+In FP8, forward quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. Backward
+quantizes dY along both dimensions, for DGrad and WGrad, and X again in groups of 128 x 128, so the
+layer saves only its BF16 input. dX is returned in BF16; dW is summed in FP32 by the model's
+`Gradients`. Quantizers are straight-through for gradients. A low-rank adapter reads X before
+quantization; the weight of its layer is frozen and has no WGrad.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -30,14 +30,14 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 
 
 def quantize_input(x: Tensor, weight: StoredWeight, plan: PrecisionPlan) -> GEMMInput:
-    """Return X [T, K] as FProp reads it: codes next to a weight in codes, else its values."""
+    """Return X [T, K] for FProp: codes if the weight's products multiply codes, else X itself."""
     return format_of(weight).input(x, plan.scales)
 
 
 def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
-    """Return X [T, K] as WGrad reads it, on a GPU filled up with zeros.
+    """Return X [T, K] quantized for WGrad, on a GPU padded with zeros.
 
-    The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
+    Groups are 128 x 128, or columns of 128 tokens if `wgrad_input` is 1x128.
     """
     if plan.backward_format is INT8:
         return int8_tokens(x)
@@ -50,20 +50,19 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
 
 def quantize_for_dgrad(dy: Tensor, weight: StoredWeight, plan: PrecisionPlan) -> GEMMInput:
-    """Return dY, bfloat16 [T, N], as DGrad reads it, for a weight that gets no gradient."""
+    """Return dY, bfloat16 [T, N], for DGrad of a weight that has no WGrad."""
     return plan.gradient.rows(dy, plan.scales) if format_of(weight).coded else dy
 
 
 def quantize_output_gradient(
     dy: Tensor, weight: StoredWeight, plan: PrecisionPlan
 ) -> tuple[GEMMInput, GEMMInput]:
-    """Return dY as DGrad and as WGrad read it, of the same BF16 values; on a GPU from one pass.
+    """Return dY for DGrad and for WGrad, quantized in one pass on a GPU.
 
-    Groups are 1 x 128 for DGrad and 128 x 1 for WGrad; next to a BF16 weight both are the values.
+    Groups are 1 x 128 for DGrad and 128 x 1 for WGrad. For a BF16 weight both are dY itself.
 
-    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. The codes of other settings become
-    the BF16 values that they stand for, rounded once more (to 8 significant bits, while a code has
-    3 or 4), and a BF16 product follows: for comparisons, whose speed does not matter.
+    FP8 GEMMs of GPUs support only E4M3 and groups of 128 x 128. With other settings, which are for
+    comparisons and need not be fast, codes are dequantized to BF16 for a BF16 product.
     """
     if not format_of(weight).coded:
         return dy, dy
@@ -71,10 +70,10 @@ def quantize_output_gradient(
 
 
 class Linear(nn.Module):
-    """A linear layer y = x @ weight^T + bias, in the format of the side that calls.
+    """A linear layer y = x @ weight^T + bias, in the format of the calling side.
 
-    The name of the quantized weight [N, K] is the layer's, for messages. `bias` is the FP32 master
-    weight [N], added in the activations' dtype.
+    The layer is named after its quantized weight [N, K] in messages. `bias` is an FP32 master
+    weight [N], added in the dtype of activations.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Linear(nn.Module):
         return self.quantized.operand(side)
 
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
-        """Return y [T, N] in `out_dtype`; x may be codes, without gradients and adapter."""
+        """Return y [T, N] in `out_dtype`; x may be codes if there are no gradients or adapter."""
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
@@ -114,7 +113,7 @@ class Linear(nn.Module):
         return self.with_bias(y)
 
     def with_bias(self, product: Tensor) -> Tensor:
-        """Return a product [T, N] plus the layer's bias, if it has one, in the product's dtype."""
+        """Return a product [T, N] plus the bias, if any, in the dtype of the product."""
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
@@ -123,8 +122,8 @@ def fprop(
 ) -> Tensor:
     """Return Y = X @ weight^T, [T, N].
 
-    X [T, K] is as the weight needs it: codes next to FP8, BF16 values next to BF16. `plan` is that
-    of the side that calls, which may pin the order of a BF16 product's sums.
+    X [T, K] is from `quantize_input`. `plan` is that of the calling side, which may fix the
+    reduction order of BF16 products.
     """
     format = format_of(weight)
     return format.fprop(x, weight, out_dtype, pinned=plan.pinned, scales=plan.scales)
@@ -140,7 +139,7 @@ def adapted_fprop(
 ) -> tuple[Tensor, Tensor]:
     """Return Y with bias and adapter added, bfloat16 [T, N], and u, bfloat16 [T, P * R].
 
-    x is X [T, K] as of `fprop`, `values` is X before it was quantized, bfloat16 [T, K].
+    x is X [T, K] from `quantize_input`; `values` is X before quantization, bfloat16 [T, K].
     """
     arithmetic = arithmetic_of(values) if bias is None else None
     if arithmetic is not None and format_of(weight).grouped:
@@ -157,18 +156,17 @@ def adapted_fprop(
 
 
 def dgrad(rows: GEMMInput, weight: StoredWeight) -> Tensor:
-    """Return dX = dY @ weight, bfloat16 [T, K], of dY [T, N] in 1 x 128 groups or in BF16.
+    """Return dX = dY @ weight, bfloat16 [T, K], of dY [T, N] in groups of 1 x 128 or in BF16.
 
-    A product of BF16 values has float32 sums in any order: gradients need no agreement of bits.
+    BF16 products have float32 sums in any order: gradients need not be batch-invariant.
     """
     return format_of(weight).dgrad(rows, weight)
 
 
 def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
-    """Add dW = dY^T @ X to a master weight's gradient [N, K]; return what autograd is handed.
+    """Add dW = dY^T @ X to a master weight's gradient [N, K]; return the gradient for autograd.
 
-    `tokens` is dY [T, N] in groups of 128 x 1, or BF16 values. X [T, K] is in 128 x 128 groups next
-    to an FP8 weight, else BF16 values.
+    `tokens` is dY [T, N] and `x` is X [T, K], both in codes along T or both in BF16.
     """
     if isinstance(tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
@@ -204,18 +202,18 @@ class _LinearFunction(torch.autograd.Function):
             dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
             return dx, None, None, None, None, None
         (x,) = ctx.saved_tensors
-        # Both forms of dY come from the same BF16 values, as both of X do.
+        # Both quantizations of dY are of the same BF16 values, as are those of X.
         dy = grads[0].bfloat16().contiguous()
         rows, tokens = quantize_output_gradient(dy, weight, plan)
         dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        # X is quantized here rather than kept: forward's groups of 1 x 128 are only FProp's.
+        # Forward's codes of X, in groups of 1 x 128, would not do: WGrad needs other groups.
         entered = quantize_for_wgrad(x, plan) if format_of(weight).coded else x
         dw = wgrad(tokens, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None
 
 
 class _AdaptedFunction(torch.autograd.Function):
-    """A frozen linear layer and its adapter, whose master weights are inputs for gradients only."""
+    """A frozen linear layer and its adapter; `a` and `b` are inputs only for their gradients."""
 
     @staticmethod
     def forward(

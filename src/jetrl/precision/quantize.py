@@ -1,4 +1,4 @@
-"""The one quantizer: the rule by which all codes in jetrl are made, FP8 or INT8, and its constants.
+"""The one quantizer: the rule and constants for all FP8 and INT8 codes in jetrl.
 
 For a group of values with absolute maximum `a` (float32, from the values as they are):
 
@@ -8,23 +8,23 @@ For a group of values with absolute maximum `a` (float32, from the values as the
     q  = float8_e4m3fn(x * r)            float32 product, round to nearest even, saturating
     x' = float32(q) * s
 
-`pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (gradients, if a plan asks for
-it) has 57344 instead of 448. A non-finite value gets a NaN code; it is never clamped away.
+`pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (optional, for gradients) has
+57344 instead of 448. A non-finite value becomes a NaN code; it is never clamped.
 
-INT8 (keys and values, as a plan asks for it) has 127 instead of 448, and
+INT8 has 127 instead of 448, and
 
     q  = int8(x * r)                     float32 product, round to nearest, ties to even
 
-Integers know no NaN: a product that is no number has code 0. But a non-finite value makes its
-group's scale NaN or Inf, so all values of the group come back as NaN.
+Integers have no NaN, so a NaN product becomes code 0. But a non-finite value makes the scale of its
+group NaN or Inf, so all values of the group are dequantized to NaN.
 
-The operands of the `int8` plan's products are rotated along K before that (`rotate`): a rotation of
-both leaves their product as it was, and spreads an outlier over 64 values, so that eight uniform
-bits serve all of them. A row along K is one group (`precision.int8`).
+In the `int8` plan, a Hadamard rotation is applied to both operands along K first (`rotate`). It
+does not change their product, and it spreads an outlier over 64 values, so that INT8 suits all of
+them. A row along K is one group (`precision.int8`).
 
-Groups by operand of a product along K: the left one 1 x 128 (X in FProp, dY in DGrad, and dY along
-tokens, 128 x 1, in WGrad), the right one 128 x 128 (the weight, whose transpose is then a byte
-transpose, and X in WGrad). Keys and values: one group for each token and head.
+Groups of the operands of an FP8 product along K: 1 x 128 on the left (X in FProp, dY in DGrad, and
+dY along tokens, 128 x 1, in WGrad), 128 x 128 on the right (the weight, which can be transposed
+without rounding, and X in WGrad). Keys and values have one group per token and head.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {
 }
 AMAX_FLOOR = 2.0**-100
 FP8_BLOCK = 128  # values of a group of FP8 codes
-ROTATION = 64  # values that are rotated together
+ROTATION = 64  # values per Hadamard rotation
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class QTensor:
         codes: float8_e4m3fn (or float8_e5m2, or int8) [..., M, K].
         scales: float32 [..., ceil(M/bm), ceil(K/bk)].
         block: (bm, bk), the rows and columns of a group of values that share a scale.
-        rotated: Whether the codes are of values rotated along their groups, which are whole rows,
+        rotated: Whether values were rotated before quantization, along their groups: whole rows,
             or whole columns of a transpose.
     """
 
@@ -77,7 +77,7 @@ class QTensor:
 
     @property
     def mT(self) -> QTensor:  # noqa: N802  (torch's own name for a transpose of the last two)
-        """The transpose, with the same bytes and scales: nothing is rounded again."""
+        """The transpose, with the same codes and scales."""
         turned = (self.block[1], self.block[0])
         return QTensor(self.codes.mT, self.scales.mT, turned, self.rotated)
 
@@ -92,9 +92,9 @@ def quantize(
 
     Args:
         x: bfloat16, float16 or float32 [..., M, K].
-        block: the rows and columns of a group; the last groups are smaller where M and K are not
+        block: The rows and columns of a group; the last groups are smaller if M and K are not
             multiples.
-        scales: "fp32" for scales as they come out, "pow2" for powers of two.
+        scales: "fp32" for float32 scales, "pow2" for powers of two.
 
     Raises:
         ValueError: fewer than two dimensions, or a dtype that is not floating point.
@@ -102,11 +102,11 @@ def quantize(
     if x.dim() < 2 or not x.dtype.is_floating_point or x.element_size() < 2:
         raise ValueError(f"quantize takes [..., M, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
     dtype, maximum = FORMATS[format]
-    # The scale that is stored and the multiplier that is used, both divided once.
+    # The stored scale, and the multiplier: each is the result of one division.
     groups = _group(x.float(), block)
     amax = groups.abs().amax(dim=(-3, -1), keepdim=True)
     amax = torch.maximum(amax, amax.new_tensor(AMAX_FLOOR))
-    # Tensor by tensor: with a Python number torch multiplies by a rounded reciprocal instead.
+    # Divide by a tensor: for a Python number torch multiplies by a rounded reciprocal.
     top = amax.new_tensor(maximum)
     stored = amax / top
     if scales == "pow2":
@@ -114,11 +114,11 @@ def quantize(
         multiplier = stored.reciprocal()  # exact for a power of two
     else:
         multiplier = top / amax
-    # Rounding may carry a value past the maximum: it saturates. NaN passes the clamp.
+    # Rounding may exceed the maximum, so saturate. NaN passes the clamp.
     codes = (groups * multiplier).clamp(-maximum, maximum)
     codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
     if dtype == torch.int8:
-        codes = codes.nan_to_num(nan=0.0).round()  # a float that is not an integer would be cut off
+        codes = codes.nan_to_num(nan=0.0).round()  # conversion to int8 would truncate
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
 
 
