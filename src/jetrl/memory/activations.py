@@ -1,16 +1,16 @@
 """Bytes of activations, and of gradients in flight, during an update.
 
-Counted from the tensors of models/layer_fused and kernels/logprob_triton, and compared with a GPU
-by tests/gpu/test_memory.py.
+The formulas count the tensors of models/layer_fused and kernels/logprob_triton;
+tests/gpu/test_memory.py compares them with measurements.
 
-Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
-several GPUs every rank makes a linear's product whole and sends its rows to their owners
-(`precision.gradients`). A product in flight takes its bytes twice: sent and received.
-Large ones travel in slices, and lm_head's is still held while the last layer's MLP makes its own.
+WGrad products of a micro-batch take memory in addition to gradient sums: on one GPU only that of
+lm_head. On several GPUs every rank computes a whole product and sends its rows to their owners
+(`precision.gradients`), so a product in flight is counted twice, sent and received. Large products
+are sent in slices; that of lm_head is still allocated during the backward of the last MLP.
 
-A product of many rows with an NVFP4 weight reads it widened to BF16 (`precision.hopper.nvfp4`), as
-does DGrad of any number of rows. float32 sums are held next to it if the sum over K is added in
-parts (`nvfp4.parts_of`), or if the weight is stacked from matrices with their own scales.
+A product of many rows with an NVFP4 weight, and every DGrad, first widens the weight to BF16
+(`precision.hopper.nvfp4`). It also needs float32 sums if K is split into parts (`nvfp4.parts_of`),
+or if the weight stacks matrices with separate scales.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, p
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import FP8_BLOCK
 
-# As of precision.gradients: bytes that travel at one time, and how many times together,
-# the one that has just begun among them.
+# As in precision.gradients: bytes that are exchanged at once, and the number of such exchanges in
+# flight, including one that was just started.
 _AT_ONCE, _TOGETHER = 2**29, 4
 
 
@@ -38,7 +38,8 @@ _AT_ONCE, _TOGETHER = 2**29, 4
 class PlannedMicroBatch:
     """The largest micro-batch of an update, with sequences of up to `longest` tokens.
 
-    `several`: the update has several. `shared`: sequences may share first tokens, which count once.
+    `several`: whether an update has several micro-batches. `shared`: whether sequences may share
+    prefixes, which count once.
     """
 
     tokens: int
@@ -54,18 +55,19 @@ def product_bytes(
     cards: int,
     lora: LoRA | None,
 ) -> tuple[int, int, int]:
-    """Return the bytes of products next to the sums at the highest moments of a backward.
+    """Return the bytes of WGrad products at three moments of a backward.
 
-    They are: in lm_head; in the last layer's MLP, whose first product counts with the layer; and
-    while the embedding's rows are added, on several GPUs next to the first layer's products.
+    The moments are: in lm_head; in the last MLP, whose first product counts with the layer; and
+    when embedding rows are added, on several GPUs in addition to products of the first layer.
     """
     tied = config.tie_word_embeddings
     trained = lora is None or (lora.train_embeddings if tied else lora.train_head)
     head = 4 * config.vocab_size * config.hidden_size if trained and config.head == "lm" else 0
-    if cards == 1:  # The product of the first micro-batch is the sum.
+    if cards == 1:  # the product of the first micro-batch becomes the sum
         head = head if batch.several else 0
         return head, head, 0 if tied else head
-    rows = 2 * (cards + 1) * batch.tokens * config.hidden_size  # BF16, of all GPUs and the own ones
+    # Embedding rows in BF16: own ones, and those gathered from all GPUs.
+    rows = 2 * (cards + 1) * batch.tokens * config.hidden_size
     if lora is not None:
         shapes = lora.shapes(config).values()
         whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
@@ -79,11 +81,11 @@ def product_bytes(
         return [width * math.prod(shapes[f"{linear}.weight"]) for linear in half.linears]
 
     *earlier, last = products(config.layers[-1].block)
-    # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
+    # During the MLP: all slices of lm_head, then the last slices together with the MLP.
     mlp = 2 * last + (1 if in_bf16 else 2) * sum(earlier)
     slice_bytes = min(head, _AT_ONCE)
     received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
-    if tied:  # It is received whole, and waits for the embedding's rows.
+    if tied:  # the product is received whole, and kept until embedding rows are added
         received = max(head, mlp)
     first = sum(products(config.layers[0].block)[:-1]) + sum(products(config.layers[0].mixer))
     at_end = rows + (head if tied else 0) + 2 * first
@@ -97,24 +99,24 @@ def kept_bytes(
     recomputed: bool = False,
     lora: LoRA | None = None,
 ) -> int:
-    """Return the bytes of saved activations, lm_head's input included.
+    """Return the bytes of saved activations, including the input of lm_head.
 
-    With `recomputed` layers save only their two inputs, and backward holds all activations of one
-    layer. Each linear of a trained adapter saves its product with A.
+    With `recomputed` (activation checkpointing), layers save only their two inputs, and backward
+    allocates the activations of one layer. Each linear of an adapter saves its product with A.
     """
     wide, hidden, kv = _wide(plan), config.hidden_size, key_and_value_formats(plan.kv)
     layers = []
     for number, layer in enumerate(config.layers):
         format = plan.linear_format("train", number, config.num_layers)
-        inputs = not format.coded and lora is None  # others are quantized again
-        # Of each norm the residual stream, the inverse rms, and the normalized values.
+        inputs = not format.coded and lora is None  # otherwise they are recomputed
+        # Per norm: the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
         block = wide * layer.block.kept_values(hidden, inputs)
         layers.append(2 * entered + layer.mixer.kept_bytes(wide, kv) + block)
     if lora is not None:
         for name, shape in lora.shapes(config).items():
             layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank
-    # Each layer has two inputs, the residual stream and what is added to it; the first has one.
+    # A layer has two inputs, the residual stream and a delta; the first has only one.
     inputs_only = (2 * config.num_layers - 1) * wide * hidden
     kept = inputs_only + max(layers) if recomputed else sum(layers)
     return (kept + (wide * hidden + 4) + wide * hidden) * tokens  # the last norm, lm_head's input
@@ -129,7 +131,10 @@ def on_top_bytes(
     in_layer: int,
     lora: LoRA | None,
 ) -> int:
-    """Return the maximum bytes on top of saved activations, with products in_head or in_layer."""
+    """Return the maximum bytes in addition to saved activations.
+
+    `in_head` and `in_layer` are the bytes of WGrad products (`product_bytes`).
+    """
     in_layer += layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
         return in_layer
@@ -164,9 +169,10 @@ def layer_backward_bytes(
 def last_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, lora: LoRA | None
 ) -> int:
-    """Return the bytes on top at the end of backward.
+    """Return the bytes at the end of backward, in addition to gradient sums.
 
-    The incoming gradients are sorted by token. A tied FP8 lm_head has its own gradient until then.
+    Gradients of embedding rows are sorted by token. A tied FP8 lm_head has a separate gradient
+    until then.
     """
     if lora is not None and not lora.train_embeddings:
         return 4 * batch.tokens * config.hidden_size
@@ -178,10 +184,10 @@ def last_bytes(
 def forward_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
 ) -> int:
-    """Return the maximum bytes of a forward without gradients or logits: of a block or a mixer.
+    """Return the maximum bytes of a forward without gradients or logits.
 
-    Attention stages keys and values of `contexts` tokens in 16 bits (0: only the forward's own) and
-    keeps the state of finished splits. Adapters read BF16 values in addition to codes.
+    `contexts` is the number of tokens whose keys and values attention stages in 16 bits; 0 for only
+    those of the forward. Adapters read BF16 values in addition to codes.
     """
     wide, hidden = _wide(plan), config.hidden_size
     layers = set(config.layers)
@@ -199,9 +205,9 @@ def _wide(plan: PrecisionPlan) -> int:
 def _nvfp4_product_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
 ) -> int:
-    """Return the maximum bytes of a layer's NVFP4 product: BF16 weight and float32 sums.
+    """Return the maximum bytes of an NVFP4 product: the widened weight and float32 sums.
 
-    FProp of few tokens reads the codes directly.
+    FProp of few tokens needs neither.
     """
     if not plan.frozen_base or (tokens <= FEW_ROWS and not backward):
         return 0
@@ -214,11 +220,11 @@ def _nvfp4_product_bytes(
         own_scales = coded and len(parts) > 1
         fprop = 0
         if tokens > FEW_ROWS:
-            # Next to the sums, the product of the next part, or the sums of the piece of X before.
+            # In addition to the sums: the product of the next part, or the sums of the rows before.
             in_parts = parts_of(num_rows, num_columns)[0] > 1
             scaled = 4 * min(tokens, 2 * SCALED_ROWS_AT_ONCE) * num_rows if own_scales else 0
             fprop = 8 * rows * num_rows if in_parts else scaled
-        # DGrad holds the sums, and the product of one of the matrices.
+        # DGrad needs the sums, and the product of one matrix.
         sums = max(fprop, 8 * rows * num_columns if own_scales else 0)
         most = max(most, 2 * num_rows * num_columns + sums)
     return most

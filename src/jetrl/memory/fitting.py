@@ -1,4 +1,4 @@
-"""Check that a run fits on its device before anything is loaded, or say what would make it fit."""
+"""Check that a run fits on its device before loading anything, or propose settings that fit."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
-STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
-_MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried if a run does not fit
-_SHORT_ANSWER = 256  # tokens: no shorter completions are proposed
-_MOST_WAYS = 3  # of one kind that are proposed
+STEP = 1024  # granularity of micro-batch sizes, in tokens
+_MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs to try if a run does not fit
+_SHORT_ANSWER = 256  # minimum of proposed completion lengths, in tokens
+_MOST_WAYS = 3  # maximum number of proposals of one kind
 _PINNED = "distributed.same_bits_down_to"
 Changes = dict[str, object]  # values of settings by their dotted names
-_FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
+_FEW_SEQUENCES = 256  # decode batch size whose graphs and logits take little memory
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A memory plan that fits in `free` bytes (None: unknown) with micro-batches of `tokens`."""
+    """A memory plan with micro-batches of `tokens` that fits in `free` bytes (None: unknown)."""
 
     plan: MemoryPlan
     tokens: int
@@ -37,7 +37,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Way:
-    """Changes with which a run fits, on `cards` GPUs (0: as many as before)."""
+    """Changes of settings with which a run fits, on `cards` GPUs (0: the same number)."""
 
     changes: Changes
     cards: int
@@ -80,7 +80,14 @@ class _Run:
 
     def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
         return MemoryPlan(
-            self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
+            settings=self.settings,
+            config=self.config,
+            others=self.others,
+            load=self.load,
+            free=free,
+            tokens=tokens,
+            device=device,
+            cards=self.cards,
         )
 
     def largest(self, free: int) -> Fitted | None:
@@ -94,7 +101,7 @@ class _Run:
         return None
 
     def with_changes(self, changes: Changes, cards: int) -> _Run | None:
-        """Return the run with some settings changed; None if they conflict with others."""
+        """Return the run with changed settings; None if they conflict with other settings."""
         tree = self.settings.model_dump(exclude_unset=True)
         for key, value in changes.items():
             section, _, name = key.partition(".")
@@ -109,9 +116,9 @@ class _Run:
         return replace(self, settings=settings, load=load, cards=cards)
 
     def way(self, changes: Changes, free: int, cards: int = 0) -> Way | None:
-        """Return how the run fits with some settings changed, or on more GPUs; None if not."""
+        """Return a way to fit with changed settings or more GPUs; None if that does not fit."""
         run = self.with_changes(changes, cards or self.cards)
-        # The smallest micro-batch first: most changes do not even help that.
+        # Try the smallest micro-batch first, since most changes do not suffice even for that.
         if run is None or run.plan(free, min(STEP, self.tokens)).needed > free:
             return None
         fitted = run.largest(free)
@@ -133,9 +140,9 @@ def check_fits(
 ) -> Fitted:
     """Return the memory plan of a run, with the largest micro-batches that fit on a GPU.
 
-    All ranks call it together. The plan is for the rank with the least free memory: `free` bytes
-    before anything is loaded; None plans without a limit. `cards` is the number of GPUs; None: one
-    per process. DoesNotFitError names settings with which the run would fit.
+    All ranks must call this function. The plan is for the rank with the least free memory: `free`
+    bytes before loading; None for no limit. `cards` is the number of GPUs; None: one per process.
+    Raises DoesNotFitError, which proposes settings with which the run would fit.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)
@@ -150,7 +157,7 @@ def check_fits(
         free = agree(LARGEST_SIZE, free)
     if free is None or device == "cpu":
         plan = run.plan(None, tokens, device)
-        # The CPU's references keep other activations, so only what is certain is refused.
+        # On a CPU activations differ, so refuse only if parameters and gradients do not fit.
         needed = plan.at("optimizer") * world().local_size
         if free is not None and needed > free:
             what = "weights, optimizer states and gradients"
@@ -175,7 +182,7 @@ def check_fits(
 
 
 def _ways(run: _Run, free: int) -> list[Way]:
-    """Return the smallest changes with which a run fits: of all parameters, LoRA's, more GPUs."""
+    """Return the smallest changes that fit: for full training, for LoRA, and with more GPUs."""
     remedies, shorter = list(_remedies(run)), list(_shorter_answers(run))
     base: Changes = {"precision.base": NVFP4.name}
     if run.settings.adapter.kind is None:
@@ -184,7 +191,7 @@ def _ways(run: _Run, free: int) -> list[Way]:
         ways = [*whole, *lora]
     else:
         ways = whole = _smallest(run, [*remedies, base, *shorter], {}, free)
-    # More GPUs hold less each, unless forwards read the master weights.
+    # More GPUs need less memory each, unless forwards read master weights, which are not divided.
     divided = not PrecisionPlan.from_settings(run.settings.precision).reads_masters
     counts = [n for n in _MORE_GPUS if divided and n > run.cards]
     pinned = run.settings.distributed.same_bits_down_to
@@ -197,7 +204,7 @@ def _ways(run: _Run, free: int) -> list[Way]:
 
 
 def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int) -> list[Way]:
-    """Return up to three sets of remedies with which a run fits, all of the fewest settings."""
+    """Return up to three sets of remedies that fit, each with the minimum number of settings."""
     remedies = [remedy for remedy in remedies if run.with_changes({**always, **remedy}, run.cards)]
     all_of_them = dict(pair for r in (always, *remedies) for pair in r.items())
     if run.way(all_of_them, free) is None:
@@ -218,7 +225,7 @@ def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int
 
 
 def _remedies(run: _Run) -> Iterator[Changes]:
-    """Yield changes that save memory, those that cost the least first."""
+    """Yield changes that save memory, cheapest first."""
     settings, train = run.settings, run.settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
     if measured and not settings.reference.offload:
@@ -234,7 +241,7 @@ def _remedies(run: _Run) -> Iterator[Changes]:
 
 
 def _shorter_answers(run: _Run) -> Iterator[Changes]:
-    """Yield halves of the maximum completion, the longest first."""
+    """Yield maximum completion lengths, each half of the one before."""
     settings, answer = run.settings, run.settings.longest_answer
     while run.load.sequences and (answer := answer // 2) >= _SHORT_ANSWER:
         shorter: Changes = {"rollout.max_tokens": answer}
@@ -243,11 +250,11 @@ def _shorter_answers(run: _Run) -> Iterator[Changes]:
         yield shorter
 
 
-_LEAST = GIB / 2000  # bytes: less is 0.000 in the table
+_LEAST = GIB / 2000  # bytes that are not shown as 0.000 GiB
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return a plan's table, without rows that would be 0.000 in every column."""
+    """Return the plan as a table, without rows that are 0.000 in every column."""
     moments = [moment for moment in MOMENTS if plan.at(moment)]
     rows = [row for row in plan.rows if max(row.bytes.values()) >= _LEAST]
     held = {moment: plan.at(moment) for moment in moments}

@@ -1,15 +1,15 @@
-"""The memory plan: what a run holds, in bytes, at each moment that can be its highest.
+"""The memory plan: the bytes that a run allocates at each moment that can be the peak.
 
-    rollout    sampling: weights, optimizer states, KV pages, decode's graphs
-    reward     a reward model's forward, if there is one
-    reference  the forward of a reference that is in CPU memory at other times (reference.offload)
-    backward   the start of a backward, when all activations of a micro-batch are held
-    optimizer  the end of backward and the optimizer's step: all gradients
-    critic     the critic's own backward, if there is a critic
+    rollout    sampling: weights, optimizer states, KV pages, CUDA graphs of decode
+    reward     forward of a reward model, if there is one
+    reference  forward of an offloaded reference (reference.offload)
+    backward   start of a backward, when all activations of a micro-batch are allocated
+    optimizer  end of backward, and the optimizer step: all gradients
+    critic     backward of the critic, if there is one
 
-Gradients live from an update's first backward to its optimizer step, KV pages during a rollout;
-decode's graphs stay. On several GPUs master weights, optimizer states and gradients of matrices are
-divided by rows, prompts are divided, and what forwards read is whole.
+Gradients exist from the first backward of an update to its optimizer step, KV pages only during
+rollout, CUDA graphs always. On several GPUs prompts are divided, and so are the master weights,
+optimizer states and gradients of matrices, by rows; quantized weights are whole.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from jetrl.settings.sections import verified_drafts
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 GIB = 2**30
-# cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
+# Workspaces of cuBLAS, DeepGEMM and Triton, measured with torch 2.11.
 _LIBRARIES = 128 * 2**20
-# Of a GPU, for what no row counts: the code of kernels (0.2 GiB), and holes between allocations.
+# Bytes of a GPU that no row counts: kernel code (0.2 GiB) and fragmentation.
 _RESERVE = 3 * 2**29
 
 
 @dataclass(frozen=True)
 class Row:
-    """A thing that a run holds in memory."""
+    """A row of the memory plan, with its bytes by moment."""
 
     what: str
     bytes: Mapping[Moment, int]
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class OtherModels:
-    """The shapes of other models; None: no such model, or (except reward) the policy's shape."""
+    """The configs of other models; None if there is none, or (except reward) the policy's."""
 
     reference: ModelConfig | None = None
     critic: ModelConfig | None = None
@@ -65,7 +65,7 @@ class OtherModels:
 
     @staticmethod
     def of(settings: Settings) -> OtherModels:
-        """Read the shapes from config.json in the settings' directories."""
+        """Read config.json of each model directory in the settings."""
 
         def read(key: str, path: str | None) -> ModelConfig | None:
             own = path is None or path == "policy"
@@ -81,17 +81,17 @@ class OtherModels:
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest work of one training step.
+    """The largest workload of a training step.
 
     Attributes:
-        sequences: Completions of one call on all GPUs; 0 if nothing is sampled.
-        tokens: Tokens of the longest sequence, prompt included.
-        trained: Sequences of one update.
-        prompts: Tokens of all prompts of one call, each counted once for all its completions.
-        together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
-        continues: Whether forwards over prompts read keys of earlier tokens (replies of an
-            environment, continued completions).
-        most_held: Maximum tokens of all sequences at once; None: each may be the longest.
+        sequences: Completions of one sampling call on all GPUs; 0 without sampling.
+        tokens: Tokens of the longest sequence, including its prompt.
+        trained: Sequences per update.
+        prompts: Tokens of all prompts of a sampling call, each counted once.
+        together: Sequences that must share a micro-batch: 2 for the pairs of a reward model.
+        continues: Whether prefill reads keys of earlier tokens (replies of an environment,
+            continued completions).
+        most_held: Maximum tokens of all sequences together; None if all may be the longest.
         prompt: Tokens of the longest prompt.
     """
 
@@ -111,10 +111,10 @@ class Workload:
         longest_prompt: int | None = None,
         max_turns: int | None = None,
     ) -> Workload:
-        """Return the largest work of a reinforcement learning step.
+        """Return the largest workload of a reinforcement learning step.
 
-        Without `longest_prompt` (tokens) a prompt counts like an answer; `max_turns` is by default
-        the settings'.
+        By default `longest_prompt` is as many tokens as an answer, and `max_turns` is from the
+        settings.
         """
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -135,13 +135,19 @@ class Workload:
 
     @staticmethod
     def of_pairs(settings: Settings, longest: int) -> Workload:
-        """Return the work of training a reward model; a completion has at most `longest` tokens."""
-        return Workload(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
+        """Return the workload of reward-model training on sequences of up to `longest` tokens."""
+        return Workload(
+            sequences=0,
+            tokens=longest,
+            trained=2 * settings.sft.examples_per_step,
+            prompts=0,
+            together=2,
+        )
 
     def of_a_rank(self, settings: Settings, cards: int) -> Workload:
-        """Return the work of one GPU, which samples all completions of a prompt.
+        """Return the workload of one GPU, which samples all completions of a prompt.
 
-        An update's sequences remain those of all GPUs: micro-batches are packed, then divided.
+        `trained` still counts all GPUs: micro-batches are packed first, then divided.
         """
         each = settings.rollout.samples_per_prompt
         sequences = self.sequences
@@ -152,17 +158,17 @@ class Workload:
 
 
 class MemoryPlan:
-    """Everything that a run holds in memory; on several GPUs, what the rank with the most holds.
+    """The memory of a run; on several GPUs, of the GPU that needs the most.
 
     Args:
-        config: The shape of the trained model: the policy, or a reward model.
-        others: The shapes of the other models; by default the policy's.
-        free: Bytes free before anything is loaded, which bound the KV pages; None: no bound.
-        tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
+        config: The config of the trained model: the policy, or a reward model.
+        others: The configs of the other models; by default the policy's.
+        free: Bytes free before loading, which limit the KV pages; None for no limit.
+        tokens: Tokens per micro-batch; by default train.tokens_per_micro_batch.
 
     Attributes:
-        micro_batch: The largest micro-batch that packing makes.
-        reserve: Bytes of a GPU that are left for what no row counts.
+        micro_batch: The largest micro-batch.
+        reserve: Bytes of a GPU that must stay free, for memory that no row counts.
     """
 
     def __init__(
@@ -216,21 +222,21 @@ class MemoryPlan:
 
     @property
     def update(self) -> int:
-        """Maximum bytes held while the model is trained."""
+        """Maximum bytes during training."""
         return max(self.at(moment) for moment in MOMENTS[2:])
 
     @property
     def peak(self) -> int:
-        """Maximum bytes held at any moment."""
+        """Maximum bytes at any moment."""
         return max(map(self.at, MOMENTS))
 
     @property
     def needed(self) -> int:
-        """Bytes that a device must have free for the run: the peak and the reserve."""
+        """Bytes that must be free before the run: the peak and the reserve."""
         return self.peak + self.reserve
 
     def _add(self, what: str, size: int | Mapping[Moment, int], only: Moment | None = None) -> None:
-        """Add a thing with its bytes by moment, or those of all moments or of only one."""
+        """Add a row: bytes by moment, or the same bytes at all moments or at `only` one."""
         if isinstance(size, int):
             size = dict.fromkeys(self._moments if only is None else (only,), size)
         if any(size.values()):
@@ -251,8 +257,8 @@ class MemoryPlan:
 
     def _add_other_weights(self) -> None:
         settings, others, plan = self._settings, self._others, self._plan
-        moment: Moment | None  # When a model that waits elsewhere is there; None: always.
-        # The reference of an adapter is its base, unless it has a path.
+        moment: Moment | None  # the only moment of an offloaded model; None: all moments
+        # The reference of an adapter is its base, which is counted already, unless it has a path.
         if self._has_reference and (settings.adapter.kind is None or settings.reference.path):
             size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
             moment = "reference" if settings.reference.offload else None
@@ -282,7 +288,8 @@ class MemoryPlan:
 
     def _add_rollout(self, free: int | None) -> None:
         """Add KV pages, decode and prefill."""
-        rollout, config, plan, load = self._settings.rollout, self._config, self._plan, self._load
+        rollout, config = self._settings.rollout, self._config
+        plan, load = self._plan, self._load
         drafts = verified_drafts(rollout.speculation, plan.exact, self._device, rollout.oversample)
         contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
         sampler = plan.on("rollout")
@@ -293,7 +300,7 @@ class MemoryPlan:
             left = max(0, free - sum(row.bytes.get("rollout", 0) for row in self.rows))
             room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
             pages = max(needed, min(pages, room // page))
-        # If pages are short, sequences lose theirs and continue later by prefilling what they have.
+        # Without enough pages, sequences are preempted and later prefilled again.
         held = needed * load.sequences
         if load.most_held is not None:
             # A sequence's last page is partly filled.
@@ -301,10 +308,10 @@ class MemoryPlan:
         continues = load.continues or pages < held
         read = load.sequences * load.tokens if continues else load.prompts
         prompts = min(rollout.max_prefill_tokens, read)
-        # Decode's graphs keep what a forward of the largest batch makes; the first tokens after
-        # prompts are drawn from logits outside of them, at most as many. On a GPU the captured
-        # graphs stay for the whole step.
-        adapted, logit = self._settings.adapter.kind is not None, 4 * config.vocab_size
+        # CUDA graphs keep the activations of the largest decode batch for the whole step. Logits of
+        # prefill are outside of them: at most one row per sequence.
+        adapted = self._settings.adapter.kind is not None
+        logit = 4 * config.vocab_size
         stays: tuple[Moment, ...] = ("rollout",) if self._device == "cpu" else self._moments
         rows = most_rows(load.sequences, drafts)
         graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
@@ -340,19 +347,20 @@ class MemoryPlan:
         plan: PrecisionPlan,
         lora: LoRA | None,
     ) -> None:
-        """Add gradients and activations of an update, which ends in the column `end`."""
+        """Add gradients and activations of an update, whose end is in the column `end`."""
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
         trained = _trained_shapes(config, self._cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
         head_name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-        head_name = "score.weight" if config.head == "score" else head_name
+        if config.head == "score":
+            head_name = "score.weight"
         first = gradients if batch.several else 4 * math.prod(trained.get(head_name, (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
         head, layer, late = activations.product_bytes(config, plan, batch, self._cards, lora)
         on_top = activations.on_top_bytes(config, plan, batch, recomputed, head, layer, lora)
         last = activations.last_bytes(config, plan, batch, lora) + late
         start, finish = (first, kept, on_top), (gradients, 0, last)
-        # One column for both moments shows the higher one.
+        # If both moments share a column, it shows the higher one.
         started = end == moment and (batch.several or sum(start) >= sum(finish))
         columns = {moment: start} if started else {moment: start, end: finish}
         activations_of = f"activations of {batch.tokens} tokens"
@@ -361,11 +369,11 @@ class MemoryPlan:
             self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
 
 
-@functools.lru_cache(maxsize=32)  # a run that does not fit makes hundreds of plans
+@functools.lru_cache(maxsize=32)  # the search for settings that fit makes hundreds of plans
 def _trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of trained weights on the rank with the most rows; adapters are whole."""
+    """Return the shapes of trained weights on the GPU with the most rows; adapters are whole."""
 
     def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
         shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
@@ -386,7 +394,7 @@ def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None
 
 
 def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:
-    """Return the bytes of an adapter as forwards read it; the fp32 plan reads its masters."""
+    """Return the bytes of the BF16 copy of an adapter; the fp32 plan has none."""
     if lora is None or plan.reads_masters:
         return 0
     shapes = lora.shapes(config).values()
@@ -397,9 +405,10 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
 def quantized_bytes(
     config: ModelConfig, plan: PrecisionPlan, sides: tuple[Side, ...] = ("rollout", "train")
 ) -> int:
-    """Return the bytes of the rotary table and the weights as forwards read them.
+    """Return the bytes of the rotary table and of quantized weights.
 
-    NVFP4 files may leave linear layers in 16 bits. A tied head of the same format is one tensor.
+    NVFP4 files may store some linear layers in 16 bits. A tied head in the format of the embedding
+    takes no bytes of its own.
     """
     rest = number_format(plan.rest)
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero

@@ -45,7 +45,8 @@ class QuantizedWeight:
         codes: The weight in NVFP4, if the files store it so; `master` then has only a shape.
 
     Attributes:
-        fixed: Whether the weight is frozen: never rounded again, its master weight freed.
+        fixed: Whether the weight is frozen and never rounded again. Its master weight is freed,
+            except under the fp32 plan.
         noise: float32, added to the master weight before rounding; None: no noise.
 
     Raises:
