@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 from jetrl.distributed import peers as module
-from jetrl.distributed.peers import NOBODY, OtherRanks, RankStatus, Trouble, peers
+from jetrl.distributed.board import Board, RankStatus, Trouble
+from jetrl.distributed.peers import NOBODY, OtherRanks, peers
 from jetrl.errors import RankLost
 
 
@@ -26,7 +27,7 @@ class Run:
     def __init__(self) -> None:
         self.store, self.left = HashStore(), list[Trouble]()
         self.ranks = OtherRanks(
-            self.store, RankStatus(0, "here", os.getpid()), 3, (0, 1), self.left.append
+            Board(self.store, RankStatus(0, "here", os.getpid()), 3), (0, 1), self.left.append
         )
         self.write(RankStatus(1, "here", os.getpid()))
         self.write(RankStatus(2, "there", 2**30))
@@ -42,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(module, "ANSWER_S", 0.2)
     run = Run()
     ended: list[Trouble] = []
-    monkeypatch.setattr(run.ranks, "_end_process", ended.append)
+    monkeypatch.setattr(run.ranks.watch, "_end_process", ended.append)
     run.ranks.open()
     yield run
     run.ranks.close()
@@ -83,7 +84,7 @@ def test_a_lost_rank_is_named_with_its_place(run: Run, gone: int, rank: int) -> 
         with pytest.raises(RankLost, match=words):
             raise error
         assert error.exit_code == 5
-        assert run.ranks.trouble() == run.ranks._told()
+        assert run.ranks.trouble() == run.ranks._board.trouble()
         assert run.ranks.interrupted()  # it is ending: a signal changes nothing
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -127,7 +128,7 @@ def test_a_signal_does_not_cut_a_record_off(
         signal.raise_signal(signal.SIGTERM)
         recorded.append(rank)
 
-    monkeypatch.setattr(run.ranks, "_write_collectives", record)
+    monkeypatch.setattr(run.ranks._files, "_write_collectives", record)
     run.ranks.open()
     run.ranks.attach(tmp_path, print, print)
     run.write(RankStatus(1, "here", gone))
@@ -147,7 +148,7 @@ def test_a_rank_does_not_end_before_its_record_is_whole(
         go_on.wait()
         recorded.append(threading.current_thread().name)
 
-    monkeypatch.setattr(run.ranks, "_write_collectives", record)
+    monkeypatch.setattr(run.ranks._files, "_write_collectives", record)
     run.ranks.attach(tmp_path, print, print)
     run.write(RankStatus(1, "here", gone))
     begun.wait()
@@ -158,7 +159,7 @@ def test_a_rank_does_not_end_before_its_record_is_whole(
 
 def test_torchrun_that_is_gone_ends_all() -> None:
     run = Run()
-    run.ranks._keeper = 1 if os.getppid() != 1 else 2
+    run.ranks._store_host = 1 if os.getppid() != 1 else 2
     trouble = run.ranks.trouble()
     assert trouble is not None
     assert "torchrun, which keeps the key-value store" in trouble.message

@@ -191,8 +191,8 @@ def meeting(fault: Fault, note: Path) -> Callable[[int], None]:
     """Return what lets one rank meet a fault at its point, and write down where and when."""
 
     def meet() -> None:
-        status = getattr(peers(), "_status", None)
-        place = "" if status is None else replace(status, awaits="").place
+        board = getattr(peers(), "_board", None)
+        place = "" if board is None else replace(board.own, awaits="").place
         note.write_text(json.dumps({"place": place, "at": time.monotonic()}))
         if fault.kind in ERRORS:
             raise ERRORS[fault.kind]

@@ -22,9 +22,9 @@ from jetrl.errors import RankLost, Terminated, UserError
 
 START_S = 300.0  # for the slowest rank to import packages from a cold disk
 SILENT_S = 10.0  # before rank 0 reports whom it waits for
-LAST_WORDS_S = 8.0  # for ranks that end at the same time, on a busy machine
+END_S = 8.0  # for ranks that end at the same time, on a busy machine
 
-_TOLD = "told"
+_PRINTED = "printed"
 
 
 class NoMeeting(UserError):  # noqa: N818  (bad input, as its base)
@@ -38,22 +38,22 @@ class Meeting:
         self.store, self.rank, self.size = store, rank, size
         self.compared = False
         self._joined = 0  # counter: a script may start several runs
-        self._words: Store = PrefixStore("jetrl", store)
+        self._records: Store = PrefixStore("jetrl", store)
 
-    def again(self) -> Meeting:
-        """Return this meeting on another connection, for another thread."""
+    def reconnected(self) -> Meeting:
+        """Return this meeting over a new connection, for another thread."""
         store: Any = self.store  # whose types lack this method
         return Meeting(store.clone(), self.rank, self.size)
 
     def own_store(self, name: str) -> Store:
-        """Return a prefix of the store on another connection, on which nobody else waits."""
-        return PrefixStore(f"jetrl {name} {self._joined}", self.again().store)
+        """Return a prefix of the store over a new connection, which no other caller waits on."""
+        return PrefixStore(f"jetrl {name} {self._joined}", self.reconnected().store)
 
     def group_store(self) -> Store:
         """Return the store for the process group of the current run."""
         return PrefixStore(f"group {self._joined}", self.store)
 
-    def part(self) -> None:
+    def end_run(self) -> None:
         """Record that the run has ended; the ranks may meet for another one."""
         self.compared = False
         self._joined += 1
@@ -62,94 +62,106 @@ class Meeting:
         """Return once all ranks have equal facts and no problem; otherwise all raise UserError."""
         self.compared = True
         start = f"start {self._joined}"
-        if self._words.add(f"{start} as {self.rank}", 1) > 1:
+        if self._records.add(f"{start} as {self.rank}", 1) > 1:
             self._refuse(start, f"two processes have RANK={self.rank}: give each its own")
-        facts_here = {"problem": problem, "facts": {**facts}, "size": self.size}
-        self._words.set(f"{start} {self.rank}", json.dumps(facts_here))
-        came = self._all(start)
-        problems = [one["problem"] for one in came]
+        own = {"problem": problem, "facts": {**facts}, "size": self.size}
+        self._records.set(f"{start} {self.rank}", json.dumps(own))
+        ranks = self._wait_for_all(start)
+        problems = [rank["problem"] for rank in ranks]
         if any(problems):
             raise UserError(_common(problems))
-        all_facts = [one["facts"] for one in came]
+        all_facts = [rank["facts"] for rank in ranks]
         for name in dict.fromkeys(name for one in all_facts for name in one):
             values = [one.get(name) for one in all_facts]
-            ranks = ranks_that_differ(values)
-            if ranks:
-                usual = next(value for rank, value in enumerate(values) if rank not in ranks)
-                both = f"{values[ranks[0]]} on {named(ranks)} and {usual} on the other ranks"
-                raise UserError(f"{name} is {both}: start all ranks alike")
+            different = ranks_that_differ(values)
+            if different:
+                usual = next(value for rank, value in enumerate(values) if rank not in different)
+                there = f"{values[different[0]]} on {named(different)}"
+                raise UserError(
+                    f"{name} is {there} and {usual} on the other ranks: start all ranks alike"
+                )
 
-    def end(self, words: str, heard: bool = False) -> str | None:
+    def end(self, message: str, rank_0_prints: bool = False) -> str | None:
         """Return the text that this rank must print when it ends with an error, or None.
 
         Rank 0 prints its own message, and those of ranks that end for other reasons. Other ranks
-        print only if rank 0 does not within seconds; `heard` means that rank 0 will. An empty
+        print only if rank 0 does not within seconds; `rank_0_prints`: it surely will. An empty
         message leaves it to another rank.
         """
-        self._words.set(f"end {self.rank}", words)
+        self._records.set(f"end {self.rank}", message)
         if self.rank:
-            if not heard and not self._came([_TOLD]):
-                return f"rank {self.rank}: {words}"
-            self._words.set(f"heard {self.rank}", "yes")
+            if not rank_0_prints and not self._wait_for([_PRINTED]):
+                return f"rank {self.rank}: {message}"
+            self._records.set(f"heard {self.rank}", "yes")
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
-        if not (heard and has_agent_store()):  # otherwise the others lose the store with this rank
-            start = f"start {self._joined}"
-            met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
-            self._came([ends[rank] for rank in met])
-        said = [self._words.get(key).decode() if self._words.check([key]) else "" for key in ends]
-        return _common(said, own=words)
+        # Without torchrun's store, the others lose the store with this rank.
+        if not (rank_0_prints and has_agent_store()):
+            starts = [f"start {self._joined} {rank}" for rank in range(self.size)]
+            started = [self._records.check([start]) for start in starts]
+            self._wait_for([end for end, begun in zip(ends, started, strict=True) if begun])
+        messages = [
+            self._records.get(end).decode() if self._records.check([end]) else "" for end in ends
+        ]
+        return _common(messages, own=message)
 
-    def told(self) -> None:
+    def confirm_printed(self) -> None:
         """Tell ending ranks that rank 0 has printed their messages."""
-        self._words.set(_TOLD, "yes")
-        ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
-        self._came([f"heard {rank}" for rank in ending])  # this process may host the store
+        self._records.set(_PRINTED, "yes")
+        ending = [rank for rank in range(1, self.size) if self._records.check([f"end {rank}"])]
+        self._wait_for([f"heard {rank}" for rank in ending])  # this process may host the store
 
-    def _came(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys are in the store, now or within seconds."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not (came := self._words.check(list(keys))) and time.monotonic() < deadline:
+    def _wait_for(self, keys: Sequence[str]) -> bool:
+        """Wait up to `END_S` for keys; return True if all are in the store."""
+        deadline = time.monotonic() + END_S
+        while not (found := self._records.check(list(keys))) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return bool(came)
+        return bool(found)
 
-    def _all(self, start: str) -> list[dict[str, Any]]:
+    def _wait_for_all(self, start: str) -> list[dict[str, Any]]:
         """Wait until every rank has written; return the records by rank."""
-        began, told = time.monotonic(), False
-        came: dict[int, dict[str, Any]] = {}
+        began = time.monotonic()
+        reported = False
+        joined: dict[int, dict[str, Any]] = {}
         try:
             while True:
-                for rank in range(self.size):
-                    if rank not in came and self._words.check([f"{start} {rank}"]):
-                        came[rank] = json.loads(self._words.get(f"{start} {rank}"))
-                        if (size := came[rank]["size"]) != self.size:
-                            both = f"{size} on rank {rank} and {self.size} on rank {self.rank}"
-                            self._refuse(start, f"WORLD_SIZE is {both}: start all ranks alike")
-                if self._words.check([f"{start} refused"]):
-                    raise UserError(self._words.get(f"{start} refused").decode())
-                if len(came) == self.size:
-                    return [came[rank] for rank in range(self.size)]
+                self._read_new(start, joined)
+                if len(joined) == self.size:
+                    return [joined[rank] for rank in range(self.size)]
                 waited = time.monotonic() - began
                 if waited > START_S:
-                    late = f"{self._missing(came)} did not come within {START_S:.0f} s"
+                    late = f"{self._missing(joined)} did not come within {START_S:.0f} s"
                     raise UserError(f"{late}: its own output, or torchrun's, says why")
-                if waited > SILENT_S and self.rank == 0 and not told:
-                    told = True
-                    tell(f"waiting for {self._missing(came)}, for up to {START_S:.0f} s")
+                if waited > SILENT_S and self.rank == 0 and not reported:
+                    reported = True
+                    tell(f"waiting for {self._missing(joined)}, for up to {START_S:.0f} s")
                 time.sleep(0.02)
         except Terminated:
-            what = f"terminated while waiting for {self._missing(came)}"
-            words = f"{what}; torchrun says which rank ended first"
-            raise RankLost(words, Terminated.exit_code) from None
+            what = f"terminated while waiting for {self._missing(joined)}"
+            message = f"{what}; torchrun says which rank ended first"
+            raise RankLost(message, Terminated.exit_code) from None
 
-    def _missing(self, came: Collection[int]) -> str:
+    def _read_new(self, start: str, joined: dict[int, dict[str, Any]]) -> None:
+        """Add the records written since the last call; raise UserError if a rank refused."""
+        for rank in range(self.size):
+            if rank in joined or not self._records.check([f"{start} {rank}"]):
+                continue
+            joined[rank] = json.loads(self._records.get(f"{start} {rank}"))
+            size = joined[rank]["size"]
+            if size != self.size:
+                both = f"{size} on rank {rank} and {self.size} on rank {self.rank}"
+                self._refuse(start, f"WORLD_SIZE is {both}: start all ranks alike")
+        if self._records.check([f"{start} refused"]):
+            raise UserError(self._records.get(f"{start} refused").decode())
+
+    def _missing(self, joined: Collection[int]) -> str:
         """Name the ranks that have not joined."""
-        missing = [rank for rank in range(self.size) if rank not in came]
+        missing = [rank for rank in range(self.size) if rank not in joined]
         return f"{named(missing)} of {self.size} (WORLD_SIZE)"
 
     def _refuse(self, start: str, why: str) -> NoReturn:
         """Abort the start on all ranks."""
-        self._words.set(f"{start} refused", why)
+        self._records.set(f"{start} refused", why)
         raise UserError(why)
 
 
@@ -194,14 +206,14 @@ def _of_this_attempt(store: Store) -> Store:
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _common(words: Sequence[str], own: str = "") -> str:
+def _common(messages: Sequence[str], own: str = "") -> str:
     """Return the messages of all ranks as one text, without duplicates."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(words):
+    for rank, text in enumerate(messages):
         if text:
             ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(ranks[min(ranks)]) == len(words):
-        return min(ranks)
+    if list(ranks.values()) == [list(range(len(messages)))]:
+        return messages[0]
     return "\n".join(
         text if text == own else f"{named(having)}: {text}" for text, having in ranks.items()
     )

@@ -1,13 +1,21 @@
 """Monitoring of the other ranks: where each one is, and a common end if one is lost or fails.
 
-Each rank has a status line in the run's key-value store: phase, step, number of collectives
-started, and what it waits for. The first rank that detects trouble records it, and all ranks exit
-with this reason and exit code. Trouble is an error or hang that a rank reports itself, or a dead
-local process. Each rank checks when a collective fails, on SIGTERM, and once per second in a
-thread, which ends the process if the main thread is stuck in a kernel.
+The first rank that detects trouble reports it on the board (`board.py`), and all ranks exit with
+its reason and exit code. Trouble is an error or hang that a rank reports itself, or a dead local
+process. Each rank checks when a collective fails, on SIGTERM, and once per second in the thread of
+its `Watch`, which ends the process if the main thread is stuck in a kernel.
 
 Stopped processes (SIGSTOP) and disconnected machines are not detected here: they end the run after
 `distributed.timeout_s`. This module does not import torch.
+
+Threads that may call the methods of `Peers`:
+
+    main thread              open, close, attach, here, leaving
+    main thread's handlers   interrupted
+    any thread               awaiting, lost, trouble, failed, waits_for_others, is_well
+
+On threads other than the main one, `awaiting` does nothing, as only the main thread's collectives
+are in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +27,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from jetrl.distributed.board import UNKNOWN, Board, RankStatus, Trouble
 from jetrl.errors import EXIT_HANG, RankLost, Terminated, ending
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
 
@@ -39,66 +45,6 @@ ENDING_S = 6.0  # for the main thread to exit once it has noticed
 LEAVE_S = 3.0  # for a last message, if store or disk may not respond
 
 RECORD = "board.json"
-UNKNOWN = -1  # placeholder for an unknown lost rank
-_TROUBLE = "trouble"
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """Status line of a rank.
-
-    `number` counts the collectives it has started; `awaits` names the one it is waiting in. `left`
-    is True once it exits by itself. `phase` is empty between phases.
-    """
-
-    rank: int
-    node: str = ""
-    pid: int = 0
-    phase: str = ""
-    step: int = 0
-    number: int = 0
-    awaits: str = ""
-    left: bool = False
-
-    @property
-    def place(self) -> str:
-        """Phase and step as text, with what the rank waits for."""
-        phase = f"in {self.phase}" if self.phase else "between phases"
-        where = f"{phase} of step {self.step}" if self.phase or self.step else "before step 1"
-        return where + (f", waiting for the others ({self.awaits})" if self.awaits else "")
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """The reason for which a rank ended the run.
-
-    Kinds: "lost" if the rank cannot report itself, "failed" if it raised an error, "hang" if its
-    watchdog ended it. `teller` prints the message if the lost rank is unknown.
-    """
-
-    rank: int
-    kind: Literal["lost", "failed", "hang"]
-    words: str
-    code: int = EXIT_HANG
-    teller: int = 0
-
-    @property
-    def printed_by(self) -> int:
-        """The rank that prints the message and saves the status lines."""
-        if self.rank == UNKNOWN:
-            return self.teller
-        return int(self.rank == 0 and self.kind == "lost")
-
-    @property
-    def message(self) -> str:
-        return f"{'stopped' if self.kind == 'lost' else f'rank {self.rank}'}: {self.words}"
-
-    @property
-    def reason(self) -> str:
-        """Reason for the end of the run, in one line."""
-        if self.kind == "lost":
-            return self.words
-        return f"rank {self.rank}: {self.words.strip().splitlines()[-1]}"
 
 
 class Peers:
@@ -128,11 +74,11 @@ class Peers:
         """Return the failure that ends the run, polling once more."""
         return None
 
-    def failed(self, words: str, code: int, hangs: bool = False) -> None:
-        """Tell the others that this rank fails, so that they exit too."""
+    def failed(self, message: str, code: int, hangs: bool = False) -> None:
+        """Report that this rank fails, so that the others exit too."""
 
     def leaving(self) -> None:
-        """Tell the others that this rank exits normally, as they do."""
+        """Publish that this rank exits normally, as the others do."""
 
     def interrupted(self) -> bool:
         """Return True if a signal handler, which calls this first, must ignore its signal.
@@ -165,232 +111,259 @@ def peers() -> Peers:
 
 
 class OtherRanks(Peers):
-    """Monitors the other ranks of a multi-process run between `open` and `close`.
+    """The other ranks of a multi-process run, monitored between `open` and `close`.
 
-    Nothing else may wait on the connection of `store`. `leave` ends this process after its last
-    message. `keeper` is the process that hosts the store if it is this one's parent, else 0.
+    `neighbors` are the ranks on this machine. `leave` ends this process after its last message.
+    `store_host` is the process that hosts the store if it is this one's parent, else 0.
     """
 
     def __init__(
         self,
-        store: Store,
-        status: RankStatus,
-        size: int,
-        on_machine: Collection[int],
+        board: Board,
+        neighbors: Collection[int],
         leave: Callable[[Trouble], None],
         write_collectives: Callable[[Path, int], None] = lambda folder, rank: None,
-        keeper: int = 0,
+        store_host: int = 0,
     ) -> None:
-        self._store, self._status, self._size = store, status, size
-        self._rank, self._leave, self._keeper = status.rank, leave, keeper
-        self._write_collectives = write_collectives
-        self._neighbors = [rank for rank in on_machine if rank != status.rank]
-        self._main = threading.main_thread().ident
-        self._handler: Any = signal.SIG_DFL  # previous handler
-        self._folder: Path | None = None
-        self._on_hang: Callable[[str], None] = lambda why: None
-        self._at_end: Callable[[Trouble], None] = lambda trouble: None
+        self._board = board
+        self._rank = board.own.rank
+        self._neighbors = [rank for rank in neighbors if rank != self._rank]
+        self._store_host = store_host
         self._trouble: Trouble | None = None
-        self._ending = self._orderly = False
-        self._recorded: threading.Event | None = None  # set once the record is written
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._closed = False
+        self.ending = False  # this process exits, for whatever reason
+        self.orderly = False  # and so do the others
+        self._files = FailureFiles(board, write_collectives)
+        self.watch = Watch(self, board, leave)
 
     def open(self) -> None:
         """Start monitoring, and make this object the process's `peers()`."""
         global _peers
         _peers = self
-        self._write()
-        if threading.get_ident() == self._main:
-            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._thread.start()
+        self._board.update()
+        self.watch.start()
 
     def close(self) -> None:
         global _peers
         self.leaving()
-        self._over.set()
-        self._thread.join(ANSWER_S)  # else interpreter exit would crash it inside C++
-        if threading.get_ident() == self._main:
-            signal.signal(signal.SIGTERM, self._handler)
+        self._closed = True
+        self.watch.stop()
         _peers = NOBODY
 
     def here(self, phase: str, step: int) -> None:
-        """Record where this rank is, immediately: it may be lost the next moment."""
-        self._write(phase=phase, step=step)
+        """Publish where this rank is, immediately: it may be lost the next moment."""
+        self._board.update(phase=phase, step=step)
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Count a collective of the main thread, and record what it waits for."""
-        if threading.get_ident() != self._main:
+        """Count a collective of the main thread, and note what it waits for."""
+        if not _in_main_thread():
             yield
             return
-        self._status = replace(self._status, number=self._status.number + 1, awaits=what)
+        board = self._board
+        board.own = replace(board.own, number=board.own.number + 1, awaits=what)
         try:
             yield
         finally:
-            self._status = replace(self._status, awaits="")
+            board.own = replace(board.own, awaits="")
 
     def lost(self, what: str, reason: str) -> RankLost:
         deadline = time.monotonic() + ANSWER_S
         while (trouble := self.trouble()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        if threading.get_ident() == self._main:
-            self._ending = True
+        if _in_main_thread():
+            self.ending = True
         if trouble is None:
-            words = f"rank {self._rank} waited for the others ({what})"
-            words += f", and one of them is gone or did not answer: {reason}"
-            places = (f"rank {r} was last {s.place}" for r, s in sorted(self._others().items()))
-            words = "; ".join([words, *places])
-            trouble = self._tell(Trouble(UNKNOWN, "lost", words, teller=self._rank))
+            text = f"rank {self._rank} waited for the others ({what})"
+            text += f", and one of them is gone or did not answer: {reason}"
+            for rank, status in sorted(self._board.others().items()):
+                text += f"; rank {rank} was last {status.place}"
+            report = Trouble(UNKNOWN, "lost", text, reporter=self._rank)
+            trouble = self._end_with(self._board.report(report))
         return RankLost(trouble.reason, trouble.code)
 
     def waits_for_others(self) -> bool:
         """Return True if another rank is behind and its watchdog has not ended it."""
-        own = self._status
-        here = [other for other in self._others().values() if not other.left]
-        return any(o.number < own.number or (own.awaits and not o.awaits) for o in here)
+        own = self._board.own
+        for other in self._board.others().values():
+            is_behind = other.number < own.number or (own.awaits and not other.awaits)
+            if is_behind and not other.left:
+                return True
+        return False
 
     def is_well(self, rank: int) -> bool:
-        return (line := self._others().get(rank)) is not None and not self._is_gone(line)
+        status = self._board.others().get(rank)
+        return status is not None and not self._is_gone(status)
 
     def trouble(self) -> Trouble | None:
-        if self._trouble is None and not self._over.is_set():
+        if self._trouble is None and not self._closed:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self._find()
         return self._trouble
 
-    def failed(self, words: str, code: int, hangs: bool = False) -> None:
-        self._ending = True
-        self._status = replace(self._status, left=True)
+    def failed(self, message: str, code: int, hangs: bool = False) -> None:
+        self.ending = True
+        self._board.own = replace(self._board.own, left=True)
         if self._trouble is None:
-            self._tell(Trouble(self._rank, "hang" if hangs else "failed", words, code))
+            report = Trouble(self._rank, "hang" if hangs else "failed", message, code)
+            self._end_with(self._board.report(report))
 
     def leaving(self) -> None:
-        self._ending = self._orderly = True
-        self._write(left=True)
+        self.ending = self.orderly = True
+        self._board.update(left=True)
 
     def interrupted(self) -> bool:
-        if self._ending:
+        if self.ending:
             return True
-        if (trouble := self.trouble()) is None:
+        trouble = self.trouble()
+        if trouble is None:
             return False
-        self._ending = True
+        self.ending = True
         raise RankLost(trouble.reason, trouble.code)
 
     def attach(
         self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
     ) -> None:
-        self._folder, self._on_hang, self._at_end = folder, on_hang, at_end
+        self._files.folder = folder
+        self.watch.on_hang, self.watch.at_end = on_hang, at_end
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """End the process if the run does not handle SIGTERM at this point."""
-        if not self.interrupted():
-            words, code = ending(Terminated())
-            self.failed(words, code)
-            raise Terminated
+    def _find(self) -> None:
+        """Look for reported trouble and for dead processes."""
+        if self._store_host and os.getppid() != self._store_host:
+            text = "torchrun, which keeps the key-value store of the run, is gone"
+            self._trouble = Trouble(UNKNOWN, "lost", text)
+            return
+        found = self._board.trouble()
+        neighbors = {} if found else self._board.statuses(self._neighbors)
+        for rank in [rank for rank, status in neighbors.items() if self._is_gone(status)]:
+            status = self._board.statuses([rank])[rank]  # it may have published a last one
+            found = found or self._board.trouble()
+            if found is None and not status.left:
+                why = "killed from outside, by the system for its memory, or a crash"
+                text = f"rank {rank} is gone (process {status.pid} on {status.node}: {why})"
+                text += f"; it was last {status.place}"
+                found = self._end_with(self._board.report(Trouble(rank, "lost", text)))
+        if found is not None and self._trouble is None:
+            self._end_with(found)
 
-    def _write(self, **changed: Any) -> None:
-        """Write this rank's status; ignored if the store does not respond."""
-        if changed:  # else the thread must not overwrite the main thread's changes
-            self._status = replace(self._status, **changed)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"status {self._rank}", json.dumps(asdict(self._status)))
+    def _is_gone(self, status: RankStatus) -> bool:
+        """Return True if the process of a local rank no longer exists."""
+        if status.rank not in self._neighbors:
+            return False
+        try:
+            os.kill(status.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # the process of another user
+            pass
+        return False
 
-    def _lines(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the status lines written so far, by rank."""
-        there = [rank for rank in ranks if self._store.check([f"status {rank}"])]
-        lines = self._store.multi_get([f"status {rank}" for rank in there]) if there else []
-        return {r: RankStatus(**json.loads(line)) for r, line in zip(there, lines, strict=True)}
-
-    def _others(self) -> dict[int, RankStatus]:
-        """Return the status lines of the other ranks; empty if the store does not respond."""
-        with contextlib.suppress(RuntimeError):
-            return self._lines(rank for rank in range(self._size) if rank != self._rank)
-        return {}
-
-    def _told(self) -> Trouble | None:
-        """Return the trouble recorded by a rank, if any."""
-        there = self._store.check([_TROUBLE])
-        return Trouble(**json.loads(self._store.get(_TROUBLE))) if there else None
-
-    def _tell(self, trouble: Trouble) -> Trouble:
-        """Record trouble unless another rank was first; return the one that counts."""
-        with contextlib.suppress(RuntimeError):  # without a store, ranks exit on their own
-            written = self._store.compare_set(_TROUBLE, "", json.dumps(asdict(trouble)))
-            trouble = Trouble(**json.loads(written))
-        self._record(trouble)
+    def _end_with(self, trouble: Trouble) -> Trouble:
+        """Write this rank's files about the trouble that ends the run; return the trouble."""
+        if self._files.claim():
+            if _in_main_thread():
+                self.ending = True  # SIGTERM must not interrupt the writing
+            self._files.write(trouble)
         self._trouble = trouble
         return trouble
 
-    def _find(self) -> None:
-        """Look for recorded trouble and for dead processes."""
-        if self._keeper and os.getppid() != self._keeper:
-            words = "torchrun, which keeps the key-value store of the run, is gone"
-            self._trouble = Trouble(UNKNOWN, "lost", words)
-            return
-        told = self._told()
-        lines = {} if told else self._lines(self._neighbors)
-        for rank in [line.rank for line in lines.values() if self._is_gone(line)]:
-            line = self._lines([rank])[rank]  # it may have written a last status
-            told = told or self._told()
-            if told is None and not line.left:
-                why = "killed from outside, by the system for its memory, or a crash"
-                words = f"rank {line.rank} is gone (process {line.pid} on {line.node}: {why})"
-                words += f"; it was last {line.place}"
-                told = self._tell(Trouble(line.rank, "lost", words))
-        if told is not None and self._trouble is None:
-            self._record(told)
-            self._trouble = told
 
-    def _is_gone(self, line: RankStatus) -> bool:
-        """Return True if the process of a local rank no longer exists."""
-        if line.rank not in self._neighbors:
+class FailureFiles:
+    """The files that a rank writes once, when trouble ends the run.
+
+    `folder` is None until the run has one.
+    """
+
+    def __init__(self, board: Board, write_collectives: Callable[[Path, int], None]) -> None:
+        self.folder: Path | None = None
+        self._board = board
+        self._write_collectives = write_collectives
+        self._written: threading.Event | None = None  # None until a thread begins to write
+
+    def claim(self) -> bool:
+        """Return True if the caller must write; otherwise wait for the thread that does."""
+        if self._written is not None:
+            self._written.wait(LEAVE_S)  # the caller may end the process next
+        if self._written is not None or self.folder is None:
             return False
-        try:
-            os.kill(line.pid, 0)
-        except (ProcessLookupError, PermissionError) as error:
-            return isinstance(error, ProcessLookupError)
-        return False
+        self._written = threading.Event()
+        return True
 
-    def _record(self, trouble: Trouble) -> None:
-        """Save this rank's collectives; one surviving rank also saves the status lines."""
-        if self._recorded is not None:  # the other thread writes; this one may end the process
-            self._recorded.wait(LEAVE_S)
-        if self._recorded is not None or self._folder is None:
-            return
-        self._recorded = threading.Event()
-        if threading.get_ident() == self._main:
-            self._ending = True  # SIGTERM must not interrupt the record
+    def write(self, trouble: Trouble) -> None:
+        """Save this rank's collectives; one surviving rank also saves all statuses."""
+        assert self.folder is not None, "files without a folder"
+        assert self._written is not None, "files without a claim"
+        own = self._board.own
         if trouble.kind != "failed":
-            self._write_collectives(self._folder, self._rank)
-        if self._rank == trouble.printed_by:
-            lines = sorted({**self._others(), self._rank: self._status}.items())
-            ranks = [{**asdict(x), "place": x.place, "collectives": x.number} for _, x in lines]
-            board = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason}
-            text = json.dumps({**board, "ranks": ranks}, indent=1)
+            self._write_collectives(self.folder, own.rank)
+        if own.rank == trouble.printed_by:
+            statuses = {**self._board.others(), own.rank: own}
+            ranks = [
+                {**asdict(status), "place": status.place, "collectives": status.number}
+                for _, status in sorted(statuses.items())
+            ]
+            record = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason}
+            text = json.dumps({**record, "ranks": ranks}, indent=1)
             try:
-                (self._folder / RECORD).write_text(text + "\n")
+                (self.folder / RECORD).write_text(text + "\n")
             except OSError as error:  # a full disk may be the cause
-                logger.warning("%s: %s", self._folder / RECORD, error)
-        self._recorded.set()
+                logger.warning("%s: %s", self.folder / RECORD, error)
+        self._written.set()
 
-    def _watch(self) -> None:
-        """Refresh this rank's status, and end the process on trouble; body of the thread."""
+
+class Watch:
+    """The thread that ends this process on trouble, and the SIGTERM handler of its main thread.
+
+    `on_hang` is called if another rank hangs, `at_end` if the thread ends the process.
+    """
+
+    def __init__(self, ranks: OtherRanks, board: Board, leave: Callable[[Trouble], None]) -> None:
+        self._ranks = ranks
+        self._board = board
+        self._leave = leave
+        self.on_hang: Callable[[str], None] = lambda reason: None
+        self.at_end: Callable[[Trouble], None] = lambda trouble: None
+        self._handler: Any = signal.SIG_DFL  # previous handler
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+
+    def start(self) -> None:
+        if _in_main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(ANSWER_S)  # else interpreter exit would crash it inside C++
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """End the process if the run does not handle SIGTERM at this point."""
+        if not self._ranks.interrupted():
+            message, code = ending(Terminated())
+            self._ranks.failed(message, code)
+            raise Terminated
+
+    def _run(self) -> None:
+        """Publish this rank's status, and end the process on trouble; body of the thread."""
+        ranks = self._ranks
         noticed: float | None = None
-        while not self._over.wait(TICK_S):
-            self._write()
-            trouble = self.trouble()
-            if trouble is None or self._orderly:
+        while not self._stopped.wait(TICK_S):
+            self._board.update()
+            trouble = ranks.trouble()
+            if trouble is None or ranks.orderly:
                 continue
             if noticed is None:
                 noticed = time.monotonic()
-                if trouble.kind == "hang" and trouble.rank != self._rank:
+                if trouble.kind == "hang" and trouble.rank != self._board.own.rank:
                     with contextlib.suppress(Exception):
-                        self._on_hang(trouble.reason)
+                        self.on_hang(trouble.reason)
                 # The SIGTERM handler raises RankLost, unless the main thread is inside C code.
-                if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
-                    signal.pthread_kill(self._main, signal.SIGTERM)
-            elif time.monotonic() - noticed > (ENDING_S if self._ending else BUSY_S):
+                main = threading.main_thread().ident
+                if not ranks.ending and main and callable(signal.getsignal(signal.SIGTERM)):
+                    signal.pthread_kill(main, signal.SIGTERM)
+            elif time.monotonic() - noticed > (ENDING_S if ranks.ending else BUSY_S):
                 self._end_process(trouble)
 
     def _end_process(self, trouble: Trouble) -> None:
@@ -401,7 +374,11 @@ class OtherRanks(Peers):
         limit.start()
         try:
             with contextlib.suppress(Exception):
-                self._at_end(trouble)
+                self.at_end(trouble)
             self._leave(trouble)
         finally:
             os._exit(code)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from jetrl.distributed.board import Board, RankStatus, Trouble
 from jetrl.distributed.meeting import Meeting, has_agent_store, meet
-from jetrl.distributed.peers import NOBODY, OtherRanks, Peers, RankStatus, Trouble, peers
+from jetrl.distributed.peers import NOBODY, OtherRanks, Peers, peers
 from jetrl.distributed.world import (
     ONE_PROCESS,
     World,
@@ -135,7 +136,7 @@ def open_world(
 
     `facts` must be the same on all ranks. Every rank raises a UserError if one has a `problem` or
     too few GPUs, or if rank 0 cannot be reached. `leave` ends this process if another rank is lost
-    and the main thread cannot; with None nobody watches the others.
+    and the main thread cannot; with None the other ranks are not monitored.
     """
     if not started_by_torchrun():
         yield ONE_PROCESS
@@ -189,7 +190,7 @@ def open_world(
     watch.close()
     # Not while handling an error: NCCL would block forever.
     dist.destroy_process_group()
-    meeting.part()
+    meeting.end_run()
 
 
 def _watched(
@@ -201,8 +202,13 @@ def _watched(
     first = meeting.rank - local_rank  # torchrun numbers local ranks consecutively
     on_machine = range(first, min(first + local_size, meeting.size))
     status = RankStatus(meeting.rank, socket.gethostname(), os.getpid())
-    keeper, board = os.getppid() if has_agent_store() else 0, meeting.own_store("board")
-    others = OtherRanks(board, status, meeting.size, on_machine, leave, write_collectives, keeper)
+    others = OtherRanks(
+        Board(meeting.own_store("board"), status, meeting.size),
+        neighbors=on_machine,
+        leave=leave,
+        write_collectives=write_collectives,
+        store_host=os.getppid() if has_agent_store() else 0,
+    )
     others.open()
     return others
 

@@ -20,9 +20,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from jetrl.distributed.board import Trouble
 from jetrl.distributed.console import exit_now, tell_once
 from jetrl.distributed.meeting import NoMeeting, meet
-from jetrl.distributed.peers import Trouble, peers
+from jetrl.distributed.peers import peers
 from jetrl.distributed.process_group import TIMEOUT_S, open_world, record_collectives
 from jetrl.distributed.world import (
     ONE_PROCESS,
@@ -69,8 +70,8 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
     except (Exception, KeyboardInterrupt, Terminated) as error:
         if launched_size() == 1:
             raise
-        words, code = ending(error)
-        end(visible(words, newlines=True), code, error)
+        message, code = ending(error)
+        end(visible(message, newlines=True), code, error)
 
 
 @contextlib.contextmanager
@@ -153,7 +154,7 @@ def _started_before(process: int, moment: float) -> bool | None:
 
 
 def end(
-    words: str, code: int, error: BaseException | None = None, printed: bool = False
+    message: str, code: int, error: BaseException | None = None, printed: bool = False
 ) -> NoReturn:
     """End this rank with an exit code after an error; the other ranks end too.
 
@@ -167,28 +168,30 @@ def end(
     if trouble is not None and trouble.rank != launched_rank():
         leave(trouble)
     # From here on, the others see this rank's failure.
-    peers().failed(words, code)
+    peers().failed(message, code)
     first = launched_rank() == 0
     try:
         meeting = meet()
         if not meeting.compared:  # the others may not have begun yet
             try:
-                problem = words.removeprefix("error: ") or "its command line is wrong"
+                problem = message.removeprefix("error: ") or "its command line is wrong"
                 meeting.compare({}, problem=problem)
             except UserError as common:
-                words = words and f"error: {common}"
+                message = message and f"error: {common}"
         # If this rank failed first, the others end silently.
         trouble = peers().trouble() if first else None
-        heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
+        rank_0_prints = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
         # Rank 0 prints a common message once; other ranks print only what nobody else will.
-        to_print = meeting.end(words, heard) or (words if first and not printed else None)
-        if to_print is not None:
-            tell_once(to_print)
+        common_message = meeting.end(message, rank_0_prints)
+        if common_message:
+            tell_once(common_message)
+        elif first and not printed:
+            tell_once(message)
         if first:
-            meeting.told()
+            meeting.confirm_printed()
     except (NoMeeting, RuntimeError) as lost:  # no store, or not any more
-        reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in words else ""
-        tell_once(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
+        reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in message else ""
+        tell_once(message + reason if first else f"rank {launched_rank()}: {message}{reason}")
     exit_now(code)
 
 
@@ -200,10 +203,10 @@ def leave(trouble: Trouble) -> NoReturn:
     if trouble.rank < 0:  # the store, or an unknown rank
         exit_now(trouble.code)
     with contextlib.suppress(NoMeeting, RuntimeError):
-        meeting = meet().again()  # the main thread may be blocked on its connection
-        meeting.end("", heard=True)
+        meeting = meet().reconnected()  # the main thread may be blocked on its connection
+        meeting.end("", rank_0_prints=True)
         if rank == 0:
-            meeting.told()
+            meeting.confirm_printed()
     exit_now(trouble.code)
 
 

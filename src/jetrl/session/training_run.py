@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jetrl.distributed.peers import Trouble, peers
+from jetrl.distributed.board import Trouble
+from jetrl.distributed.peers import peers
 from jetrl.distributed.world import world
 from jetrl.errors import RankLost, StorageError, Terminated, TimeLimitReached, UserError, ending
 from jetrl.memory.fitting import shown
