@@ -21,7 +21,7 @@ from jetrl.settings.sections import TaskSettings
 from jetrl.tasks import ScoredText, ScoreError, Scorer, get_task
 from jetrl.tasks.base import Answer, TrainerState
 from jetrl.tasks.dataset import Dataset, get_checker
-from jetrl.tasks.live import live, name_of
+from jetrl.tasks.user_files import live, name_of
 from jetrl.types import Prompt, Score, Turn
 from jetrl.untrusted import exits_raised
 

@@ -10,7 +10,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.settings.loading import Settings, load_config, named
 from jetrl.tasks import Task
-from jetrl.tasks.live import PREFIX, name_of
+from jetrl.tasks.user_files import PREFIX, name_of
 
 logger = logging.getLogger(__name__)
 

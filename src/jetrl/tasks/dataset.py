@@ -37,11 +37,11 @@ from jetrl.tasks.base import (
     question_content,
     to_stops,
 )
-from jetrl.tasks.live import PREFIX
 from jetrl.tasks.rewards import Checker, Rewards, UserFunction, reward_function
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
+from jetrl.tasks.user_files import PREFIX
 from jetrl.types import Message, Prompt, Score, Turn
 from jetrl.types.conversation import (
     are_messages,

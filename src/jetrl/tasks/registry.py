@@ -33,12 +33,11 @@ from jetrl.tasks.base import (
     option_key,
 )
 from jetrl.tasks.dataset import Dataset
-from jetrl.tasks.live import PREFIX, live
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
 from jetrl.tasks.toys import Arithmetic
-from jetrl.tasks.user_files import load_task_class
+from jetrl.tasks.user_files import PREFIX, live, load_task_class
 from jetrl.types import Prompt, Reply, Turn
 
 _TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k)

@@ -37,9 +37,8 @@ from jetrl.tasks.base import (
     to_number,
     to_score,
 )
-from jetrl.tasks.live import PREFIX, live
 from jetrl.tasks.rows import value_at
-from jetrl.tasks.user_files import load_function
+from jetrl.tasks.user_files import PREFIX, live, load_function
 from jetrl.types import Prompt, Score, Turn
 from jetrl.untrusted import USERS_ERRORS
 

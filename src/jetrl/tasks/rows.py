@@ -20,7 +20,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.files import MOST_TEXT
-from jetrl.tasks.live import PREFIX, live
+from jetrl.tasks.user_files import PREFIX, live
 from jetrl.types.conversation import are_messages, without_nulls
 
 Row = Mapping[str, Any]

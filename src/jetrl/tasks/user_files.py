@@ -1,6 +1,8 @@
-"""Classes and functions in a user's Python file, named `my_task.py:MyTask`.
+"""Classes, functions and examples from a user's Python file or running Python program.
 
-Sources are cached, so that scoring workers started later in a run use the same source.
+Settings name those of a file `my_task.py:MyTask`. Sources are cached, so that scoring workers
+started later in a run use the same source. Objects of the running program are named `python:NAME`.
+Only that program can access them: scoring runs in its process, without the limits of workers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 loaded: dict[str, bytes] = {}  # sources of imported files, by path
 fixed: dict[str, bytes] = {}  # sources that override files on disk
+
+PREFIX = "python:"
+_objects: dict[str, Any] = {}  # of the running program
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
@@ -96,3 +101,28 @@ def _import_failure(error: BaseException, file: Path) -> str:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
     where = f"{file}, line {lines[-1]}" if lines else str(file)
     return f"{where}: does not import: {type(error).__name__}: {error}"
+
+
+def name_of(thing: Any, name: str = "") -> str:
+    """Return an object's settings name: `file.py:NAME` if workers can import it, else with PREFIX.
+
+    Importable objects are at the top level of a file that is neither the main program nor part of a
+    package. A later object with the same name replaces an earlier one.
+    """
+    own_name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    name = name or own_name
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    file = Path(getattr(module, "__file__", None) or "")
+    own = module is None or module.__name__ == "__main__" or "." in module.__name__
+    if not own and file.suffix == ".py" and getattr(module, own_name, None) is thing:
+        return f"{file}:{own_name}"
+    _objects[f"{PREFIX}{name}"] = thing
+    return f"{PREFIX}{name}"
+
+
+def live(name: str, key: str) -> Any:
+    """Return the object that a setting names with PREFIX; raise UserError in another program."""
+    if name not in _objects:
+        what = f"{key} = {name}: an object of the Python program that began the run"
+        raise UserError(f"{what}; start or resume it there, or put it into a file (mine.py:NAME)")
+    return _objects[name]
