@@ -285,9 +285,9 @@ class KnownDrafts(Speculation):
             known.append(np.where(wrong, (tokens + 1) % vocabulary, tokens))
         self._known = known
 
-    def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
+    def admit(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
         """Take in the text, and the known completion, of sequences that get a slot."""
-        super().arrive(arrivals)
+        super().admit(arrivals)
         if not arrivals:
             return
         scripts = np.full((len(arrivals), self._width), UNKNOWN, dtype=np.int32)
@@ -309,10 +309,10 @@ class KnownDrafts(Speculation):
         tokens = self._script.view(-1)[first[:, None] + self._behind]
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
 
-    def take_in(self, launched: LaunchedStep, seconds: float) -> None:
+    def record(self, launched: LaunchedStep, seconds: float) -> None:
         """Count the step by the size of its forwards too."""
         before, verify = self.stats, launched.verify
-        super().take_in(launched, seconds)
+        super().record(launched, seconds)
         assert verify is not None, "a step of no size"
         spent = self.spent[padded_batch(len(launched.step.chunks)), verify.most, verify.rows]
         spent.forwards += launched.step.repeats

@@ -94,9 +94,9 @@ def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     before = (torch.cuda.memory_allocated() + beside_tensors()) / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
     again: list[int] = []
-    take_again = PagedCache.take_again
+    remap = PagedCache.remap
     monkeypatch.setattr(
-        PagedCache, "take_again", lambda self: (again.append(self.num_pages), take_again(self))
+        PagedCache, "remap", lambda self: (again.append(self.num_pages), remap(self))
     )
     result = train(settings)
     pages = re.findall(r"KV cache: (\d+) pages", (result.run_path / "log.txt").read_text())

@@ -89,7 +89,7 @@ def test_a_head_that_is_not_asked_is_asked_once_in_a_while():
     for _ in range(30):
         widths.observe(8, Width(1, 8, True), 8, 24.0, Seen(no + 1, no, no, no + 1, no == 1))
     assert {widths.choose(8).most for _ in range(100)} == {1}, "no head"
-    widths.worth.head_tokens = 3
+    widths.acceptance.head_tokens = 3
     most = [widths.choose(8).most for _ in range(100)]
     assert 2 <= most.count(2) <= 4
     assert set(most) == {1, 2}

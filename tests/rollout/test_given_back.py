@@ -40,8 +40,8 @@ class Memory:
 
 
 class Cache(PagedCache):
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
         self._memory = Memory(self._bytes)
 
 

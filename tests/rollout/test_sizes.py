@@ -52,11 +52,11 @@ def test_a_cache_that_does_not_fit_is_made_smaller(policy, expected, monkeypatch
     made, cache = [], module.PagedCache
 
     class Limited(cache):
-        def __init__(self, config, plan, num_pages, *rest):
+        def __init__(self, config, plan, num_pages, **rest):
             if num_pages > 20:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             made.append(num_pages)
-            super().__init__(config, plan, num_pages, *rest)
+            super().__init__(config, plan, num_pages, **rest)
 
     monkeypatch.setattr(module, "PagedCache", Limited)
     engine = RolloutEngine(policy, page_size=16, num_pages=64)

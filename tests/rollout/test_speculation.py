@@ -15,7 +15,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.decode_state import HEAD, UNKNOWN, DecodeState, Drafts
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.packed import ForwardInputs
-from jetrl.rollout.draft_widths import DraftWidths, DraftWorth, Width, _Times, choices
+from jetrl.rollout.draft_widths import AcceptanceModel, DraftWidths, Width, _Times, choices
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Partial
 from jetrl.rollout.sizes import padded_batch
@@ -80,7 +80,7 @@ class Drawn:
 
     def __init__(self, widths, rows):
         self.generator, self.widths, self.rows = np.random.default_rng(3), widths, rows
-        self.worth, self.times = DraftWorth(), _Times()
+        self.acceptance, self.times = AcceptanceModel(), _Times()
         self.chosen = set()
 
     def choose(self, sequences):

@@ -36,6 +36,7 @@ from jetrl.kernels.decode_state import (
     Drafts,
     DraftText,
     Drawn,
+    Offers,
     Verified,
     VerifyInputs,
 )
@@ -219,8 +220,10 @@ def take_verified(
     ).flatten()
     out.logprobs[at, : batch * width] = torch.where(taken, logprobs[places], 0.0).flatten()
     hit = (drawn[:, 0] == drafts.tokens[:, 0]) & (drafts.counts > 0)
-    offer = inputs.queries - 1 + 8 * drafts.sources + 32 * hit + 64 * (drafts.counts > 0)
-    out.offers[at, :batch] = torch.where(counts > 0, offer, 0).int()
+    offers = Offers(
+        drafted=inputs.queries - 1, source=drafts.sources, hit=hit, offered=drafts.counts > 0
+    )
+    out.offers[at, :batch] = torch.where(counts > 0, offers.packed(), 0).int()
     out.count.add_(1)
     # Update the sequences: text, last token, position, active flag and draft quality.
     live = counts > 0

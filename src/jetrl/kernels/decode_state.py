@@ -224,6 +224,36 @@ class VerifyInputs:
 
 
 @dataclass(frozen=True)
+class Offers:
+    """Drafts as the host counts them: integers, one entry per forward and sequence.
+
+    Attributes:
+        drafted: Number of draft tokens verified.
+        source: Index in SOURCES.
+        hit: 1 if the first draft token was sampled.
+        offered: 1 if there was a draft, verified or not.
+    """
+
+    drafted: Tensor
+    source: Tensor
+    hit: Tensor
+    offered: Tensor
+
+    def packed(self) -> Tensor:
+        """Return the entries as in `Verified.offers`; the kernels write the same bits."""
+        return self.drafted + 8 * self.source + 32 * self.hit + 64 * self.offered
+
+    @staticmethod
+    def unpacked(packed: Tensor) -> Offers:
+        return Offers(
+            drafted=packed & 7,
+            source=(packed >> 3) & 3,
+            hit=(packed >> 5) & 1,
+            offered=(packed >> 6) & 1,
+        )
+
+
+@dataclass(frozen=True)
 class Verified:
     """Accepted tokens of up to K forwards that verified drafts, copied to the host together.
 
@@ -233,9 +263,7 @@ class Verified:
         tokens: int32 [K, at least B * Q], Q per sequence: accepted token ids, then NOT_DRAWN;
             BROKEN if the softmax of the logits is not finite.
         logprobs: float32, same shape.
-        offers: int32 [K, at least B], drafted + 8 * source + 32 * hit + 64 * offered: number of
-            draft tokens verified, index in SOURCES, whether the first draft token was sampled, and
-            whether there was a draft, verified or not.
+        offers: int32 [K, at least B], packed `Offers`.
         count: int32 [1], number of forwards so far, which is the row that the next one writes.
     """
 

@@ -1,10 +1,10 @@
-"""Decode on the device: several forwards in a row, whose tokens Python sees only afterwards.
+"""Decode steps: several forwards in a row, without a wait for the host in between.
 
 `DecodeBatch` keeps the last tokens, positions and page tables of running sequences on the device
-(`kernels.decode`), a slot for each. A step writes changes, runs the forwards, and copies draws to
-the host without waiting. The scheduler drops draws past a sequence's end.
+(`kernels.decode`), one slot each. A step writes changes, runs the forwards and copies draws to the
+host without waiting. The scheduler drops draws past the end of a sequence.
 
-`EagerForwards` runs forwards from Python over gathered pages; `GraphForwards`, on a Hopper GPU, as
+`EagerForwards` runs forwards from Python over gathered pages. `GraphForwards`, on a GPU, replays
 CUDA graphs that read pages in place, one per batch and context size. The bits are the same.
 """
 
@@ -47,23 +47,23 @@ from jetrl.types import SamplingParams
 
 
 class GraphPool:
-    """The CUDA graphs of one owner and their one memory pool, freed in the right order.
+    """CUDA graphs and their memory pool, freed in the right order.
 
     Torch aborts the process if graphs outlive their pool, and Python collects cycles in any order.
-    So the pool belongs to a finalizer, `close`, which waits and resets the graphs first.
+    So a finalizer, `close`, owns the pool: it waits for the device and resets the graphs first.
     """
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.pools = [torch.cuda.MemPool()]
-        self.close = weakref.finalize(self, _give_up, self.graphs, self.pools)
+        self.close = weakref.finalize(self, _free_graphs, self.graphs, self.pools)
 
 
-def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
+def _free_graphs(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
     """Wait for the device, reset all graphs, then free the pools."""
-    # Graphs may still run where an error or Ctrl-C ended a call. Before torch gives their memory
-    # back it waits only for the stream that they were captured in. Nothing can wait in a capture,
-    # where Python may collect an owner that has long ended.
+    # After an error or Ctrl-C, graphs may still run, and torch waits only for the stream of their
+    # capture before it frees their memory. Python may call this during another capture, when
+    # waiting is not possible.
     if graphs and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
     while graphs:
@@ -73,13 +73,13 @@ def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """The tensors that forwards read and write, always at the same addresses.
+    """The tensors that forwards read and write, at fixed addresses.
 
     Attributes:
-        rows: int64 [R], the slot of each row.
-        tables: int32 [R, W], the page table of each row.
-        sampler: The parameters of R rows; of 8 R if drafts are verified.
-        idle_slot: A slot that never holds a sequence, for rows that pad a size.
+        rows: int64 [R], slot of each row.
+        tables: int32 [R, W], page table of each row.
+        sampler: Parameters of R rows; of 8 R if drafts are verified.
+        idle_slot: A slot that never holds a sequence, for padding rows.
     """
 
     state: DecodeState
@@ -115,7 +115,7 @@ class DecodeBuffers:
 
 @dataclass(frozen=True)
 class ForwardSize:
-    """The size of a forward; `longest` is the tokens of the longest context after the step."""
+    """The size of a forward; `longest` is the longest context after the step, in tokens."""
 
     rows: int
     longest: int
@@ -125,7 +125,7 @@ class ForwardSize:
 
 @dataclass(eq=False)
 class EagerForwards:
-    """Decode forwards called from Python over gathered pages, only for the active rows.
+    """Decode forwards run from Python over gathered pages, for active rows only.
 
     `num_graphs` counts the graphs captured in this call, in `capture_s` seconds.
     """
@@ -138,13 +138,13 @@ class EagerForwards:
     capture_s: float = field(default=0.0, init=False)
 
     def prepare(self, size: ForwardSize) -> None:
-        """Make a forward of this size ready to run; it changes no sequence."""
+        """Prepare to run forwards of this size, without changing a sequence."""
 
     def run(self, size: ForwardSize) -> None:
         self.forward(size)
 
     def close(self) -> None:
-        """Free all graphs; no forward runs afterwards."""
+        """Free all graphs; no forward may run afterwards."""
 
     def forward(self, size: ForwardSize) -> None:
         """Run one forward, with or without drafts: inputs, model, draws, new last tokens."""
@@ -158,7 +158,7 @@ class EagerForwards:
             return
         assert verify is not None, "a forward without drafts"
         assert isinstance(out, Verified), "no room for verifying drafts"
-        # A draft per sequence; the forward draws behind every token of it.
+        # One draft per sequence; the forward draws after each of its tokens.
         drafts = speculation.drafts(state, rows, verify)
         inputs = verify_inputs(
             state,
@@ -170,7 +170,7 @@ class EagerForwards:
             size=min(verify.rows, size.rows * verify.most),  # Only graphs pad the sequences.
         )
         (tokens, logprobs, lse), hidden = self._draw(inputs, size)
-        # The draws up to the first that differs from its draft are the sequence's next tokens.
+        # Draws are accepted up to the first that differs from its draft.
         take_verified(
             state,
             speculation.text,
@@ -189,7 +189,7 @@ class EagerForwards:
     def _draw(
         self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
+        """Return the draws, log-probs and lse of all queries, and their hidden states."""
         policy, sampler, count = self.policy, self.buffers.sampler, len(inputs.token_ids)
         tokens = torch.zeros_like(inputs.token_ids)
         logprobs, lse = torch.zeros(2, count, device=tokens.device)
@@ -197,7 +197,7 @@ class EagerForwards:
         all_hidden = torch.zeros(shape, dtype=policy.weights.dtype, device=tokens.device)
         live = (inputs.slots >= 0).nonzero().flatten()
         if len(live):
-            # Rows of sequences that have ended are left out.
+            # Skip the rows of ended sequences.
             kv = self.cache.key_values(self._spans(inputs, size))
             read = ForwardInputs(inputs.token_ids, inputs.positions)
             hidden = policy.rollout_forward(read[live], kv)
@@ -206,34 +206,38 @@ class EagerForwards:
             for part in chunks_of_draws(len(live), logits):
                 rows = live[part]
                 tokens[rows], logprobs[rows], lse[rows] = sampler.draw(
-                    logits[part], inputs.bits[rows], rows, size.filtered, policy.plan
+                    logits[part],
+                    bits=inputs.bits[rows],
+                    rows=rows,
+                    filtered=size.filtered,
+                    plan=policy.plan,
                 )
         return (tokens, logprobs, lse), all_hidden
 
     def _spans(self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize) -> list[Span]:
-        """Return the spans of the active rows, one after the other."""
-        # Each span is a sequence's newest tokens: one, or those that verify its draft.
+        """Return the spans of the active rows, in order."""
+        # A span is the last token of a sequence, followed by draft tokens.
         queries = inputs.queries if isinstance(inputs, VerifyInputs) else (inputs.slots >= 0).int()
         spans: list[Span] = []
         columns = (inputs.lengths, queries, self.buffers.tables[: size.rows])
         at = 0
         for length, count, table in zip(*(x.tolist() for x in columns), strict=True):
             if count:
-                spans.append(Span(at, length - count, count, table))
+                spans.append(Span(row=at, start=length - count, length=count, pages=table))
                 at += count
         return spans
 
 
 @dataclass(eq=False)
 class GraphForwards(EagerForwards):
-    """The same forwards as CUDA graphs, each captured when its size first comes up.
+    """The same forwards as CUDA graphs, captured on the first use of each size.
 
-    Graphs stay valid when weights change in place and while the pages' memory is given back.
+    Graphs stay valid when weights change in place and while the memory of the pages is unmapped.
     """
 
     def __post_init__(self) -> None:
         self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
-        self._pool = GraphPool()  # The memory that captured forwards work in.
+        self._pool = GraphPool()  # memory of the captured forwards
         self._held = DeviceBytes(self.buffers.rows.device)
 
     def close(self) -> None:
@@ -242,20 +246,20 @@ class GraphForwards(EagerForwards):
         self._held.bytes = 0
 
     def prepare(self, size: ForwardSize) -> None:
-        # A graph serves all batches and contexts that pad to its size.
+        # One graph serves all batches and contexts that are padded to its size.
         size = self._padded(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
 
     def run(self, size: ForwardSize) -> None:
-        assert self.cache.ready, "the pages' memory has been given back"
+        assert self.cache.ready, "the memory of the pages is unmapped"
         self._graphs[self._padded(size)].replay()
 
     def _draw(
         self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return the draws of a forward and its hidden states, for all rows, active or not."""
-        # Nothing here touches the host: all sizes are known, and idle rows take part.
+        """Return the draws of a forward and its hidden states, for idle rows too."""
+        # A capture must not touch the host: all sizes are known, and idle rows are computed.
         several = None
         if isinstance(inputs, VerifyInputs) and size.verify is not None and size.verify.most > 1:
             several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, size.verify.most)
@@ -263,9 +267,12 @@ class GraphForwards(EagerForwards):
         kv = self.cache.decode_key_values(inputs.slots, work)
         read = ForwardInputs(inputs.token_ids, inputs.positions)
         hidden = self.policy.rollout_forward(read, kv)
-        logits, rows = self.policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))
         drawn = self.buffers.sampler.draw(
-            logits, inputs.bits, rows, size.filtered, self.policy.plan
+            self.policy.rollout_logits(hidden),
+            bits=inputs.bits,
+            rows=slice(0, len(inputs.token_ids)),
+            filtered=size.filtered,
+            plan=self.policy.plan,
         )
         return drawn, hidden
 
@@ -275,22 +282,22 @@ class GraphForwards(EagerForwards):
         return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
 
     def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
-        """Capture one graph; its rows are idle, so that no sequence changes."""
+        """Capture one graph, with idle rows so that no sequence changes."""
         buffers = self.buffers
         rows_before = buffers.rows.clone()
         buffers.rows.fill_(buffers.idle_slot)
         buffers.out.count.zero_()
         torch.cuda.synchronize()
-        began = time.perf_counter()  # Steps launched before do not count.
+        began = time.perf_counter()  # excludes steps launched before
         torch.cuda.empty_cache()
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
-        # A first run compiles the kernels of this size and takes the pool's memory: a capture that
-        # runs out of memory half way would leave torch's allocator unusable.
+        # The first run compiles the kernels of this size and allocates memory in the pool: out of
+        # memory during a capture would leave the allocator of torch unusable.
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pools[0]):
             self.forward(size)
         graph = torch.cuda.CUDAGraph()
         self._pool.graphs.append(graph)
-        # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
+        # Other threads may call the driver during the capture: watchdog, checkpoint writer.
         mode = "thread_local"
         pool = cast(Any, self._pool.pools[0].id)
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
@@ -304,21 +311,21 @@ class GraphForwards(EagerForwards):
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the stream of all captures: a pool's memory serves the stream it was taken on."""
+    """Return the one stream for captures; memory of a pool is bound to its stream."""
     return torch.cuda.Stream()
 
 
 def _without_tensors(device: torch.device) -> int:
-    """Return the bytes that torch has reserved and that no tensor uses."""
+    """Return the bytes that torch has reserved but no tensor uses."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-MAX_REPEATS = 16  # The most forwards of one decode step.
+MAX_REPEATS = 16  # maximum forwards per decode step
 
 
 @dataclass
 class _Resident:
-    """A sequence on the device; `position` is its next token's, with drafts a lower bound."""
+    """A sequence on the device; `position` of its next token is a lower bound with drafts."""
 
     slot: int
     position: int
@@ -327,7 +334,7 @@ class _Resident:
 
 @dataclass(eq=False)
 class DecodeBatch:
-    """The device's side of decode over one cache; `speculation` is None without drafts."""
+    """The running sequences on the device over one cache; `speculation` is None without drafts."""
 
     policy: Policy
     cache: PagedCache
@@ -337,7 +344,8 @@ class DecodeBatch:
 
     def __post_init__(self) -> None:
         policy, cache = self.policy, self.cache
-        self._device, self._width = policy.device, -(-self.max_model_len // cache.page_size)
+        self._device = policy.device
+        self._width = -(-self.max_model_len // cache.page_size)  # pages per table
         self._buffers = DecodeBuffers.empty(
             self.max_batch_size,
             repeats=MAX_REPEATS,
@@ -345,26 +353,29 @@ class DecodeBatch:
             device=policy.device,
             drafts=self.speculation is not None,
         )
-        # A traced forward runs eagerly, since the replay of a graph calls no Python.
+        # A traced forward runs eagerly, since replaying a graph calls no Python.
         captured = cache.reads_pages_in_place and policy.decoder.trace is None
         forwards = GraphForwards if captured else EagerForwards
         self.forwards = forwards(policy, cache, self._buffers, self.speculation)
         self._free = list(range(self.max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
-        self._params: list[SamplingParams] = []  # Those in the buffers: one for all rows, or each.
-        self._stop_ids: frozenset[int] | None = None  # Those in the buffers.
+        self._params: list[SamplingParams] = []  # in the buffers: one for all rows, or one per row
+        self._stop_ids: frozenset[int] | None = None  # in the buffers
 
     def begin(self) -> None:
-        """Forget all sequences, and count graphs from 0."""
-        self.forwards.num_graphs, self.forwards.capture_s = 0, 0.0
+        """Forget all sequences, and reset the counts of graphs."""
+        self.forwards.num_graphs = 0
+        self.forwards.capture_s = 0.0
         self._free += [resident.slot for resident in self._resident.values()]
         self._resident.clear()
-        self._rows, self._params, self._stop_ids = [], [], None
+        self._rows = []
+        self._params = []
+        self._stop_ids = None
         self._buffers.state.active.zero_()
 
     def forget(self, step: ScheduledStep) -> None:
-        """Forget sequences that a step prefills or that lost their pages, before the step runs."""
+        """Forget sequences that a step prefills or that were pre-empted, before the step runs."""
         prefilled = [] if step.decodes else [chunk.sequence for chunk in step.chunks]
         for index in (*step.preempted, *prefilled):
             resident = self._resident.pop(index, None)
@@ -376,39 +387,49 @@ class DecodeBatch:
     ) -> LaunchedStep:
         """Start a decode step, after its page copies, without waiting for the device."""
         running = [sequences[chunk.sequence] for chunk in step.chunks]
-        # The size decides which graph runs.
+        # The size selects the graph.
         longest = max(chunk.reach for chunk in step.chunks)
-        if verify is not None and step.width == 1:  # Pages may have been too few for drafts.
+        if verify is not None and step.width == 1:  # too few pages for drafts
             verify = Width(1, padded_batch(len(running)), verify.drafts)
         filtered = filters(sequence.params for sequence in running)
         size = ForwardSize(len(running), longest, filtered, verify)
-        # A capture comes first: it runs the forward with idle rows.
+        # Capture the graph before the rows are set.
         self.forwards.prepare(size)
         self._place(step, running)
         out = self._buffers.out
         out.count.zero_()
         began, called = mark(self._device), time.perf_counter()
-        # Each forward continues from the draws of the one before, on the device.
+        # Each forward continues from the draws of the previous one, on the device.
         for _ in range(step.repeats):
             self.forwards.run(size)
-        # Copy the draws to the host, which waits for `ready` only when it needs them.
-        used = slice(0, step.repeats), slice(0, size.rows * step.width)
-        tokens, logprobs = (to_host(x[used].contiguous()) for x in (out.tokens, out.logprobs))
+        # Copy the draws to the host, which waits for `ready` when it needs them.
+        columns = size.rows * step.width
+        tokens = to_host(out.tokens[: step.repeats, :columns].contiguous())
+        logprobs = to_host(out.logprobs[: step.repeats, :columns].contiguous())
         offers = None
         if isinstance(out, Verified):
             offers = to_host(out.offers[: step.repeats, : size.rows].contiguous())
         ready = mark(self._device)
         host_s = time.perf_counter() - called
-        return LaunchedStep(step, tokens, logprobs, began, ready, offers, verify, host_s)
+        return LaunchedStep(
+            step,
+            tokens=tokens,
+            logprobs=logprobs,
+            began=began,
+            ready=ready,
+            offers=offers,
+            verify=verify,
+            host_s=host_s,
+        )
 
     def _place(self, step: ScheduledStep, running: Sequence[RunningSequence]) -> None:
-        """Make the running sequences the rows 0 to B, and write what changed to the device."""
-        # Sequences that do not run in this step leave their slots.
+        """Assign rows 0 to B to the running sequences, and write changes to the device."""
+        # Free the slots of sequences that do not run in this step.
         indices = {chunk.sequence for chunk in step.chunks}
         for index in [index for index in self._resident if index not in indices]:
             self._free.append(self._resident.pop(index).slot)
         rows: list[int] = []
-        # New sequences bring their state, all others at most new pages.
+        # Write the state of new sequences, and new pages of all.
         arrived: list[tuple[int, RunningSequence, int]] = []
         pages: list[tuple[int, int]] = []
         for chunk, sequence in zip(step.chunks, running, strict=True):
@@ -418,17 +439,17 @@ class DecodeBatch:
                 resident = _Resident(slot, chunk.start, [])
                 self._resident[chunk.sequence] = resident
                 arrived.append((slot, sequence, chunk.start))
-            # The device may be further on: the host learns later how many drafts were right.
+            # The device may be ahead: the host does not know yet how many drafts were accepted.
             assert resident.position <= chunk.start, f"{chunk} follows {resident.position}"
             pages += self._new_pages(resident, sequence.pages, chunk.start)
             resident.position = chunk.start + chunk.length
             rows.append(resident.slot)
-        # One copy to the device for all of a kind.
+        # One copy per kind of change.
         state = self._buffers.state
         if arrived or rows != self._rows:
-            self._take_rules(running)
+            self._write_rules(running)
         if arrived:
-            # The last position is that of the last token that may be drawn.
+            # `max_cached_tokens` is also the position of the last possible token.
             arrivals = [
                 (slot, new.generated[-1], start, new.max_cached_tokens, new.key)
                 for slot, new, start in arrived
@@ -440,11 +461,11 @@ class DecodeBatch:
             state.key[slots] = keys
             state.active[slots] = 1
         if arrived and self.speculation is not None:
-            self.speculation.arrive([(slot, new) for slot, new, _ in arrived])
+            self.speculation.admit([(slot, new) for slot, new, _ in arrived])
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()
-        # Rows that pad a size stay idle.
+        # Padding rows stay idle.
         if rows != self._rows:
             self._buffers.rows.fill_(self._buffers.idle_slot)
             self._buffers.rows[: len(rows)] = to_device(rows, self._device)
@@ -452,9 +473,9 @@ class DecodeBatch:
             torch.index_select(state.tables, 0, self._buffers.rows, out=self._buffers.tables)
         self._rows = rows
 
-    def _take_rules(self, running: Sequence[RunningSequence]) -> None:
-        """Write the rows' sampling parameters, and up to MAX_STOP_IDS stop ids that all share."""
-        # Usually one object for all: then one value per tensor is written, once per call.
+    def _write_rules(self, running: Sequence[RunningSequence]) -> None:
+        """Write the sampling parameters, and up to MAX_STOP_IDS stop ids that all rows share."""
+        # Usually all rows share one object; then one value per tensor is written, once per call.
         params = list({id(sequence.params): sequence.params for sequence in running}.values())
         if len(params) > 1:
             params = [sequence.params for sequence in running]
@@ -462,7 +483,7 @@ class DecodeBatch:
             self._buffers.state.seed.fill_(params[0].seed)
             self._buffers.sampler.fill(params)
             self._params = params
-        # An id that only some rows stop at must not end the others.
+        # Stop ids of only some rows are left to the host.
         stop_ids = frozenset.intersection(*{sequence.rules.token_ids for sequence in running})
         if stop_ids != self._stop_ids:
             stops = sorted(stop_ids)[:MAX_STOP_IDS]
@@ -473,9 +494,9 @@ class DecodeBatch:
     def _new_pages(
         self, resident: _Resident, pages: list[int], start: int
     ) -> list[tuple[int, int]]:
-        """Return (entry of the tables, page) for each page that changed since the last step."""
+        """Return (index in the tables, page) of each page that changed since the last step."""
         known = resident.pages
-        # Pages before the first one that is written next cannot have changed.
+        # Pages before the next written one cannot have changed.
         first = min(start // self.cache.page_size, len(known))
         if known[first:] == pages[first:]:
             return []

@@ -1,13 +1,14 @@
-"""The choice of how many tokens a forward of decode verifies, per batch; without torch.
+"""Draft length per batch: how many tokens each decode forward verifies; without torch.
 
-The choice maximizes expected tokens per second: a few sequences hardly notice more rows, hundreds
-pay for every row, and the gain depends on the drafts (`DraftWorth`). It changes no token.
+The choice maximizes expected tokens per second. With few sequences, more rows cost little; with
+hundreds, each row costs time. The gain depends on the acceptance rate (`AcceptanceModel`). The
+choice changes no token.
 
-The extra time of a choice is measured next to steps without drafts, so a choice that may pay is
-tried. Contexts grow meanwhile: for a while a forward that verifies tells the time of a plain one.
+The extra time of a width is measured against steps without drafts, so widths that may pay off are
+tried. As contexts grow, forwards that verify drafts update the estimated time of a plain forward.
 
-When nothing is verified, text is looked up every few steps so that its worth stays known. The
-draft head only guesses when its guesses are verified, so it is tried at times.
+When nothing is verified, text is still looked up every few steps, to keep its acceptance rate
+current. The draft head only runs when its drafts are verified, so it is tried occasionally.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import numpy as np
 from jetrl.memory.pages import ALWAYS_ROWS, MOST_ROWS
 from jetrl.rollout.sizes import padded_batch
 
-_KEPT = 0.8  # The share of a mean that a new step of decode leaves.
-_LEAST, _MOST = 0.5, 2.0  # Bounds of what drafts bring next to what they are expected to.
+_KEPT = 0.8  # Decay of running means per decode step.
+_LEAST, _MOST = 0.5, 2.0  # Bounds of the ratio of accepted to expected tokens.
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The drafts of a step of decode, an entry per forward and sequence that ran in it.
+    """The drafts of a decode step, one entry per forward and running sequence.
 
     Attributes:
         drawn: int [N], tokens drawn.
-        drafted: int [N], of these the verified draft tokens.
+        drafted: int [N], draft tokens verified.
         hit: int [N], 1 if the first token of the draft was drawn.
         offered: int [N], 1 if there was a draft.
-        by_head: bool [N], whether the draft was the draft head's.
+        by_head: bool [N], whether the draft came from the draft head.
     """
 
     drawn: np.ndarray
@@ -44,10 +45,10 @@ class Seen:
 
 @dataclass
 class _Source:
-    """Running means of one source's drafts.
+    """Running means of the drafts from one source.
 
-    `offered` and `hit` are shares of forwards: with a draft, and with a right first token. `chain`
-    is the chance that the next token is right after one that was.
+    `offered` is the fraction of forwards with a draft, `hit` with an accepted first token. `chain`
+    is the acceptance rate of a token after an accepted one.
     """
 
     offered: float = 0.0
@@ -55,12 +56,12 @@ class _Source:
     chain: float = 0.0
 
     def observe(self, seen: Seen, own: np.ndarray) -> None:
-        """Add the drafts of a step, of which `own`, bool [N], came from this source."""
+        """Add the drafts of a step; `own`, bool [N], marks those from this source."""
         hit, offered = seen.hit * own, seen.offered * own
         self.offered = mean(self.offered, float(offered.mean()))
         self.hit = mean(self.hit, float(hit.mean()))
-        # Of the drafts that were right in their first token and had a second: how many in that too,
-        # and so on. Without any, the share of first tokens stands for it.
+        # `chain` is measured after accepted first tokens; without any, it follows the acceptance
+        # rate of first tokens.
         several = (seen.drafted > 1) & (seen.drawn > 1) & (offered > 0)
         tried = np.minimum(seen.drafted, seen.drawn)[several] - 1
         if tried.sum() > 0:
@@ -70,7 +71,7 @@ class _Source:
             self.chain = mean(self.chain, float(hit.sum()) / float(offered.sum()))
 
     def tokens(self, most: int) -> list[tuple[float, float]]:
-        """Return (chance to be right, share of sequences) of each token of a draft."""
+        """Return (acceptance rate, fraction of sequences) per draft position."""
         if not self.offered:
             return []
         first = self.hit / self.offered
@@ -78,28 +79,27 @@ class _Source:
 
 
 @dataclass
-class DraftWorth:
-    """The tokens that drafts are expected to bring, from the last steps of decode.
+class AcceptanceModel:
+    """Expected accepted tokens, estimated from recent decode steps.
 
-    A forward of B sequences and R rows spends R - B rows on the draft tokens that are most likely
-    right: of each source on all first tokens, on all second ones, and so on. A draft of the draft
-    head has up to `head_tokens`, 0 without a trained head. `brought` is the ratio of the tokens
-    that drafts brought to the expected ones.
+    A forward of B sequences and R rows spends R - B rows on the draft tokens most likely to be
+    accepted, first positions first. Drafts from the draft head have up to `head_tokens` tokens, 0
+    without a trained head. `ratio` compares accepted with expected tokens.
     """
 
     head_tokens: int = 0
-    brought: float = 1.0
+    ratio: float = 1.0
     text: _Source = field(default_factory=_Source)
     head: _Source = field(default_factory=_Source)
 
     def observe(self, width: Width, forwards: int, seen: Seen) -> None:
-        """Add a step of decode that looked drafts up, of at least one sequence."""
+        """Add a decode step with drafts, of at least one sequence."""
         if width.most > 1:
             sequences = len(seen.drawn) / forwards
             expected = self.tokens(sequences, width.most, width.rows) - 1
             if expected > 0:
-                ratio = self.brought * float(seen.drawn.mean() - 1) / expected
-                self.brought = mean(self.brought, min(max(ratio, _LEAST), _MOST))
+                ratio = self.ratio * float(seen.drawn.mean() - 1) / expected
+                self.ratio = mean(self.ratio, min(max(ratio, _LEAST), _MOST))
             self.head.observe(seen, seen.by_head)
         self.text.observe(seen, ~seen.by_head)
 
@@ -107,12 +107,12 @@ class DraftWorth:
         """Return the expected tokens per sequence in a forward."""
         tokens = self.text.tokens(width - 1)
         tokens += self.head.tokens(min(width - 1, self.head_tokens))
-        # The likeliest tokens have rows first.
+        # Rows go to the most likely tokens first.
         left, gain = max(0.0, rows / sequences - 1), 0.0
         for chance, share in sorted(tokens, reverse=True):
             gain += chance * min(share, left)
             left -= min(share, left)
-        return 1.0 + self.brought * gain
+        return 1.0 + self.ratio * gain
 
 
 def mean(before: float, now: float) -> float:
@@ -120,23 +120,24 @@ def mean(before: float, now: float) -> float:
 
 
 WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, and drafts.
-# Such a width, and the rows of a forward for each sequence.
+# Width, and rows of a forward per sequence.
 _SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
-_TILE = 64  # Rows of a forward come in steps of so many, as in a GEMM: fewer are not faster.
-_GAIN = 1.02  # The expected gain from which on drafts are verified: what is left is the risk.
-_TRIAL = 1.15  # The same for a choice that has not run, whose graph is perhaps not captured.
-_ASK_EVERY = 32  # Steps without a verified draft after which the draft head is asked again.
-_LOOK_UP_EVERY = 8  # Steps without a verified draft from one that looks drafts up to the next.
+_TILE = 64  # Rows per tile of a GEMM: a partial tile is not faster.
+_GAIN = 1.02  # Minimum expected speedup for verifying drafts.
+_TRIAL = 1.15  # The same for a width that has not run: its graph may need capturing.
+_ASK_EVERY = 32  # Steps without verified drafts before the draft head is tried again.
+_LOOK_UP_EVERY = 8  # Steps between look-ups while nothing is verified.
 _FIRST_STEPS = 4  # Steps at the start that look drafts up.
-_FRESH = 8  # Steps after one without drafts by which a choice's seconds are measured.
-_PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the next.
+_FRESH = 8  # Steps after a plain one in which the extra seconds of a width are measured.
+_PROBE_EVERY = 64  # Steps with verified drafts between plain steps.
 
 
 @dataclass(frozen=True)
 class Width:
-    """The size of a decode step's forwards; `rows` includes padded sequences.
+    """The size of the forwards of a decode step; `rows` includes padded sequences.
 
-    A sequence has at most `most` tokens: the last one drawn, and drafts, looked up if `drafts`.
+    A sequence has at most `most` tokens: the last one drawn, then drafts. `drafts` is whether
+    drafts are looked up.
     """
 
     most: int
@@ -145,39 +146,45 @@ class Width:
 
 
 class DraftWidths:
-    """The choice of a step's `Width` by the worth of drafts and the seconds of forwards.
+    """Chooses the `Width` of each step from acceptance rates and measured seconds.
 
-    With `always` each forward verifies drafts; a sequence has at most `most` tokens in it.
+    With `always`, each forward verifies drafts. `most` limits the tokens per sequence.
     """
 
     def __init__(self, always: bool, most: int = WIDTHS[-1]) -> None:
         self._always = always
         self._widths = [width for width in WIDTHS if width // 2 < most]
-        self.worth = DraftWorth()
+        self.acceptance = AcceptanceModel()
         self.times = _Times()
         self._steps = 0  # Steps observed so far.
         self._without = 0  # Steps since one that verified drafts.
         self._unasked = _ASK_EVERY
 
     def choose(self, sequences: int) -> Width:
-        """Return what the forwards of the next step verify."""
+        """Return the width of the next step's forwards."""
         size = padded_batch(sequences)
         if self._always:
             most = max(w for w in self._widths if w == 2 or size * w <= ALWAYS_ROWS)
-            return Width(most, size * most, True)
-        most, rows = 1, size
+            return Width(most, rows=size * most, drafts=True)
+        most = 1
+        rows = size
         # Until a plain forward has been timed, nothing is verified.
         if self.times.known(size):
             most, rows = self._fastest(size, sequences)
             self._unasked = self._unasked + 1 if most == 1 else 0
-            # The head only guesses for a forward that verifies, so its worth needs a trial.
-            if self.worth.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= ALWAYS_ROWS:
+            # The acceptance rate of the head is only known from trials.
+            if (
+                self.acceptance.head_tokens
+                and self._unasked > _ASK_EVERY
+                and size * 2 <= ALWAYS_ROWS
+            ):
                 self._unasked = 0
-                most, rows = 2, size * 2
+                most = 2
+                rows = size * 2
         if most > 1:
             self._without = 0
-            return Width(most, rows, True)
-        # Text is looked up now and then, so that its worth stays known.
+            return Width(most, rows, drafts=True)
+        # Occasional look-ups keep the acceptance rate of text current.
         self._without += 1
         looks_up = self._steps < _FIRST_STEPS or self._without % _LOOK_UP_EVERY == 1
         return Width(1, size, looks_up)
@@ -189,37 +196,40 @@ class DraftWidths:
         self._steps += 1
         self.times.observe(padded_batch(sequences), width, seconds / forwards)
         if len(seen.drawn) and width.drafts:
-            self.worth.observe(width, forwards, seen)
+            self.acceptance.observe(width, forwards, seen)
 
     def _fastest(self, size: int, sequences: int) -> tuple[int, int]:
-        """Return the width and the rows with the most expected tokens per second."""
+        """Return the width and rows with the most expected tokens per second."""
         plain = self.times.plain[size]
-        best, rate, most_extra = (1, size), _GAIN / plain, 0.0
+        best = (1, size)
+        rate = _GAIN / plain
+        most_extra = 0.0
         for most, rows in choices(size):
             if most not in self._widths:
                 continue
-            tokens = self.worth.tokens(sequences, most, rows)
+            tokens = self.acceptance.tokens(sequences, most, rows)
             extra = self.times.extra.get((size, most, rows))
             if extra is None:
-                # Tried where it pays if it takes no longer than choices of fewer rows. What a row
-                # more takes says little, since times grow in steps.
+                # Try it if it would pay off at the time of choices with fewer rows. The time per
+                # row does not predict more, since times grow in tiles.
                 if tokens / (plain + most_extra) >= _TRIAL / _GAIN * rate:
                     return most, rows
                 continue
             if tokens / (plain + extra) > rate:
-                best, rate = (most, rows), tokens / (plain + extra)
+                best = (most, rows)
+                rate = tokens / (plain + extra)
             most_extra = max(most_extra, extra)
         return best
 
 
 @dataclass
 class _Times:
-    """The seconds of forwards, by the sequences of their graphs.
+    """Seconds per forward, by padded batch size.
 
     Attributes:
-        plain: By size, the seconds of a forward without drafts.
-        since: By size, steps since one without drafts.
-        extra: By (size, width, rows), the seconds on top of a plain forward's.
+        plain: Seconds of a forward without drafts, per size.
+        since: Steps since one without drafts, per size.
+        extra: Seconds in addition to a plain forward, per (size, width, rows).
         last: Choice and seconds of the previous step, if it verified drafts.
     """
 
@@ -229,27 +239,28 @@ class _Times:
     last: tuple[tuple[int, int, int], float] | None = None
 
     def begin(self) -> None:
-        """Forget the plain seconds: the contexts of a new call differ."""
+        """Forget the plain seconds, since the contexts of a new call differ."""
         self.plain.clear()
         self.since.clear()
         self.last = None
 
     def known(self, size: int) -> bool:
-        """Return whether the seconds of a plain forward are known well enough."""
+        """Return whether the seconds of a plain forward are recent."""
         return size in self.plain and self.since.get(size, 0) < _PROBE_EVERY
 
     def observe(self, size: int, width: Width, now: float) -> None:
-        """Add the seconds of a forward, to its own width or to what all widths share."""
-        plain, last, self.last = self.plain.get(size), self.last, None
+        """Add the seconds of a forward to those of its width, or to the plain ones."""
+        plain = self.plain.get(size)
+        last, self.last = self.last, None
         if width.most == 1:
             self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
-            # Of two steps side by side, contexts are the same.
+            # Consecutive steps have the same contexts.
             if last is not None and last[0][0] == size:
                 self.extra[last[0]] = max(0.0, last[1] - now)
             self.since[size] = 0
             return
         key = (size, width.most, width.rows)
-        self.last = key, now
+        self.last = (key, now)
         self.since[size] = self.since.get(size, 0) + 1
         if plain is None:
             return

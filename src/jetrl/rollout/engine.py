@@ -1,13 +1,13 @@
-"""The rollout engine: prompts in, completions with their log-probs out.
+"""The rollout engine samples completions, with their log-probs, from prompts.
 
 `RolloutEngine.generate` steps a `Generation` until all sequences have ended. `add`, `step`,
-`cancel` and `finish` serve callers whose prompts come one by one.
+`cancel` and `finish` are for callers whose prompts arrive one by one.
 
     schedule ─▶ prefill: forward, draw ─▶ ... the next steps ... ─▶ read
              └▶ decode: forwards       ─▶
 
-On a GPU a step is launched while the one before still runs, and a decode step has several forwards,
-so that the device does not wait for Python. Neither changes a token.
+On a GPU a step is launched while the previous one runs, and a decode step has several forwards, so
+the device does not wait for Python. Neither changes a token.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(eq=False)
 class Generation:
-    """The sequences that run together over one cache, and the steps that were launched.
+    """Sequences that run together over one cache, with their launched steps.
 
-    The call began at `started` (`time.perf_counter`). A decode step has `repeats` forwards; `ahead`
-    steps are launched before the draws of earlier ones are known.
+    `started` is the start of the call (`time.perf_counter`). A decode step has `repeats` forwards;
+    `ahead` steps are launched before earlier draws are known.
     """
 
     scheduler: Scheduler
@@ -80,7 +80,7 @@ class Generation:
     multi_turn: MultiTurn | None = None
     counts: RolloutStats = field(default_factory=RolloutStats)
     _launched: deque[LaunchedStep] = field(default_factory=deque)
-    _verify: Width | None = None  # What the next step of decode verifies.
+    _verify: Width | None = None  # of the next decode step
     _last_ready: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -90,8 +90,9 @@ class Generation:
 
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Check and add the samples of a prompt; see `RolloutEngine.add`."""
-        allocator, scheduler = self.scheduler.allocator, self.scheduler
-        # A draft's rows have no sequence of their own in advance.
+        scheduler = self.scheduler
+        allocator = scheduler.allocator
+        # With drafts, the sequence of a row is not known in advance.
         names = ("seed",) if self.drafts is None else ("seed", "temperature", "top_p", "top_k")
         alike = attrgetter(*names)
         first = (scheduler.sequences or group)[0].params
@@ -114,26 +115,26 @@ class Generation:
     def step(self) -> list[int]:
         """Launch a step or read the draws of one; see `RolloutEngine.step`."""
         scheduler = self.scheduler
-        # Prompts, or several forwards of decode in a row; None while neither can be planned.
+        # Prefill, or several decode forwards; None if neither can be planned.
         step = scheduler.schedule(self.repeats, self._width)
         if step is not None:
             self._launch(step)
         elif self._launched:
-            # The next step depends on draws that are still on their way.
-            self._take_in_oldest()
+            # The next step depends on pending draws.
+            self._complete_oldest()
         else:
             # Every sequence waits for its environment.
             assert self.multi_turn is not None, "nothing to wait for"
-            self.multi_turn.take_in(wait=True)
-        # Texts of ended sequences become drafts for later ones.
+            self.multi_turn.deliver_replies(wait=True)
+        # Texts of ended sequences serve as drafts for later ones.
         ended = scheduler.take_ended()
         if self.drafts is not None:
             for index in ended:
-                self.drafts.ended(scheduler.sequences[index])
+                self.drafts.archive(scheduler.sequences[index])
         return ended
 
     def _width(self, sequences: int) -> int:
-        """Return the most tokens per sequence in each forward of a step of so many sequences."""
+        """Return the maximum tokens per sequence in a forward of this many sequences."""
         if self.drafts is None:
             return 1
         self._verify = self.drafts.choose(sequences)
@@ -141,7 +142,7 @@ class Generation:
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launch a step, and read the draws of an earlier one if enough steps are ahead."""
-        # A page that several sequences share is copied before one of them writes to it.
+        # Shared pages are copied before they are written.
         self.prefill.cache.copy_pages(step.copies)
         self.decode.forget(step)
         sequences = self.scheduler.sequences
@@ -150,28 +151,30 @@ class Generation:
         else:
             self._launched.append(self.prefill.launch(step, sequences))
             if self.drafts is not None:
-                self.drafts.put_by()  # The host has time while the device is at work on prompts.
+                self.drafts.flush_archive()  # The host is idle while the device runs a prefill.
         if len(self._launched) > self.ahead:
-            self._take_in_oldest()
+            self._complete_oldest()
 
-    def _take_in_oldest(self) -> None:
+    def _complete_oldest(self) -> None:
         """Wait for the oldest launched step and give its draws to the sequences."""
-        launched, counts = self._launched.popleft(), self.counts
-        drawn, step = launched.drawn(), launched.step
+        launched = self._launched.popleft()
+        step = launched.step
+        drawn = launched.drawn()
         seconds = launched.seconds
+        counts = self.counts
         if launched.began is not None and launched.ready is not None:
-            # A GPU's own clock says how long the device had nothing to do before this step.
+            # Idle time between steps, by the clock of the GPU.
             after = self._last_ready or launched.began
             counts.device_idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
             self._last_ready = launched.ready
-        # The sequences take their draws, and drop those past an end.
+        # Draws past the end of a sequence are dropped.
         taken = self.scheduler.complete(step, drawn)
-        # Drafts learn from what was accepted; environments hear of turns that ended.
+        # Update acceptance rates, and send ended turns to the environment.
         if step.decodes and self.drafts is not None:
-            self.drafts.take_in(launched, seconds)
+            self.drafts.record(launched, seconds)
         if self.multi_turn is not None:
             self.multi_turn.ask(step)
-            self.multi_turn.take_in(wait=False)
+            self.multi_turn.deliver_replies(wait=False)
         counts.forwards += step.repeats
         counts.tokens_drawn += taken
         counts.tokens_prefilled += step.num_prefill_tokens
@@ -179,12 +182,14 @@ class Generation:
 
     def progress(self, max_tokens: int) -> Progress:
         """Return the progress so far; `max_tokens` per completion bounds the estimate."""
-        scheduler, tokens = self.scheduler, self.counts.tokens_drawn
+        scheduler = self.scheduler
+        tokens = self.counts.tokens_drawn
         seconds = time.perf_counter() - self.started
-        total, done = len(scheduler.sequences), scheduler.num_finished
         rate = tokens / seconds if seconds > 0 else 0.0
-        # The finished sequences are the short ones. If each token were the last one with the same
-        # probability, done / tokens, a sequence had tokens / done more, however long it is by now.
+        total = len(scheduler.sequences)
+        done = scheduler.num_finished
+        # Short sequences finish first, so their mean length says little. If every token ends its
+        # sequence with the same probability, done / tokens, each has tokens / done more to come.
         room = (total - done) * max_tokens - (tokens - scheduler.finished_tokens)
         left = min(room, (total - done) * tokens / done) if done else room
         return Progress(
@@ -199,38 +204,41 @@ class Generation:
         )
 
     def stats(self) -> RolloutStats:
-        """Return the counts, complete with what others counted; once, at the end."""
-        scheduler, forwards, counts = self.scheduler, self.decode.forwards, self.counts
+        """Complete the counts at the end of a call, and return them."""
+        counts = self.counts
+        scheduler = self.scheduler
+        forwards = self.decode.forwards
         counts.sequences = len(scheduler.sequences)
         counts.preemptions = scheduler.num_preemptions
         counts.pages_total = scheduler.allocator.num_pages
         counts.seconds = time.perf_counter() - self.started
-        counts.graphs, counts.capture_s = forwards.num_graphs, forwards.capture_s
+        counts.graphs = forwards.num_graphs
+        counts.capture_s = forwards.capture_s
         counts.speculation = None if self.drafts is None else self.drafts.end()
         return counts
 
 
 class RolloutEngine:
-    """The sampler of a policy, with the policy's current weights in each call.
+    """Samples from a policy; each call uses the current weights.
 
-    Draws for a prompt depend only on the weights, the sampling parameters and that prompt, not on
-    the arguments below.
+    The tokens drawn for a prompt depend only on weights, sampling parameters and prompt, not on the
+    arguments below.
 
     Args:
-        max_batch_size: Sequences that run at once.
-        num_pages: Pages of the KV cache. By default enough for the largest batch of a call, within
-            a quarter of the free memory (CPU), or within all but 4 GiB of it and the contexts of
-            prompts (GPU; all but a fifth if that leaves more).
+        max_batch_size: Maximum sequences per forward.
+        num_pages: Pages of the KV cache. Default: enough for the largest batch of a call, up to a
+            quarter of the free memory (CPU), or all but 4 GiB and the contexts of a prefill (GPU;
+            all but a fifth if that leaves more).
         page_size: Tokens per page; 64 on a GPU.
-        max_prefill_tokens: Prompt tokens per forward.
-        max_model_len: Tokens of prompt and completion; by default the model's context.
+        max_prefill_tokens: Maximum prompt tokens per forward.
+        max_model_len: Maximum tokens of prompt and completion. Default: the context length.
         speculation: "text" drafts tokens from earlier text and verifies several per forward,
-            "head" drafts them by a draft head, "auto" does either if that is faster.
-        draft_head: Needed by "head", used by "auto" if given.
+            "head" drafts them with a draft head, "auto" uses both when that is faster.
+        draft_head: Required by "head", used by "auto" if given.
 
     Attributes:
-        stats: The counts of the last call that came to its end.
-        unfinished: The completions that the last call cut off, by their index.
+        stats: Counts of the last call that succeeded.
+        unfinished: Completions that the last call cut off, by index.
 
     Raises:
         UserError: "head" without a draft head; a size is below 1 or not supported by the device,
@@ -260,7 +268,7 @@ class RolloutEngine:
         if speculation == "head" and draft_head is None:
             what = "speculation 'head' needs a draft head"
             raise UserError(f"{what}, which a run trains; use text, auto or off")
-        # Kernels fix some sizes on a GPU.
+        # GPU kernels support fixed sizes only.
         on_gpu = policy.device.type == "cuda"
         if on_gpu:
             check_gpu_sizes(max_batch_size, page_size)
@@ -268,33 +276,44 @@ class RolloutEngine:
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.page_size = page_size
         self.max_model_len = max_model_len or context
-        self._pool = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
+        self._pool = KVPool(
+            policy,
+            self.sizes,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_model_len=self.max_model_len,
+        )
         if speculation != "off":
             self._pool.speculation = Speculation(
-                speculation, max_batch_size, self.max_model_len, policy.device, draft_head
+                speculation,
+                slots=max_batch_size,
+                max_model_len=self.max_model_len,
+                device=policy.device,
+                head=draft_head,
             )
-        self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
+        self._repeats = _GPU_REPEATS if on_gpu else 1
+        self._ahead = _GPU_AHEAD if on_gpu else 0
         self._running: Generation | None = None
         self.stats = RolloutStats()
         self.unfinished: dict[int, Unfinished] = {}
 
     @property
     def sequences(self) -> Sequence[RunningSequence]:
-        """The sequences that run now, ended ones included; empty between calls."""
-        running = self._running  # The watchdog reads this from another thread.
+        """Sequences of the current call, including finished ones; empty between calls."""
+        running = self._running  # Another thread, the watchdog, reads this.
         return () if running is None else running.scheduler.sequences
 
     @property
     def pages_in_use(self) -> int:
-        """The number of pages that sequences hold; 0 between calls."""
+        """Pages held by sequences; 0 between calls."""
         return 0 if self._running is None else self._running.scheduler.allocator.num_used
 
     def use_drafts(self, speculation: Speculation) -> None:
-        """Verify the drafts of a `Speculation` with max_batch_size slots, from the next call on."""
+        """Use a `Speculation` with max_batch_size slots from the next call on."""
         self._pool.speculation = speculation
 
     def take_speculation(self) -> SpeculationStats | None:
-        """Return the worth of all drafts since the last call of this, None without."""
+        """Return the counts of drafts since the previous call of this; None without any."""
         drafts = self._pool.speculation
         return None if drafts is None else drafts.take()
 
@@ -305,7 +324,7 @@ class RolloutEngine:
         otherwise it makes a new cache.
         """
         assert self._running is None, "the cache is in use"
-        self._pool.give_back()
+        self._pool.free_memory()
 
     def generate(
         self,
@@ -317,30 +336,30 @@ class RolloutEngine:
     ) -> list[Completion]:
         """Draw params.n completions of each prompt.
 
-        When the call raises, KeyboardInterrupt included, all pages are free and the engine can be
-        used again.
+        If the call raises, even KeyboardInterrupt, all pages are freed and the engine can be used
+        again.
 
         Args:
-            prompts: Token ids, texts, or `Prompt`s, whose messages go through the chat template; or
-                prompts that are encoded already.
-            params: If prompt and max_tokens exceed the context, max_tokens is reduced to what fits.
-            progress: Called after every step. An exception that it raises cancels the call.
-            system_prompt: A message before those of each chat prompt.
+            prompts: Token ids, texts, `Prompt`s, whose messages go through the chat template, or
+                encoded prompts.
+            params: max_tokens is reduced if prompt and completion would exceed the context.
+            progress: Called after each step; an exception cancels the call.
+            system_prompt: System message of each chat prompt.
 
         Returns:
-            Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n],
-            after those of a partial rollout that are continued.
+            Completions in the order of the prompts, [p * n : (p + 1) * n] for prompt p, after
+            continued ones of a partial rollout.
 
         Raises:
-            UserError: A prompt is empty, too long or outside the vocabulary, stop strings have no
-                tokenizer, or the cache is too small for one sequence, before anything has run; or
-                the tokenizer's chat template takes no reply of an environment.
+            UserError: Before anything runs, if a prompt is empty, too long or outside the
+                vocabulary, stop strings have no tokenizer, or the cache is too small for one
+                sequence. Later, if the chat template does not accept a reply of an environment.
             NonFiniteLogits: Logits have no finite softmax.
-            OutOfMemoryStop: Memory ran out with one sequence at a time. Before that `sizes` are
-                halved and the call starts over, with the same draws.
+            OutOfMemoryStop: Out of memory with one sequence at a time. Before that, `sizes` are
+                halved and the call restarts, with the same draws.
         """
         chosen = options or GenerateOptions()
-        # Everything that a user may have got wrong is checked before anything runs.
+        # Check all user input before anything runs.
         limit = self.max_model_len
         encoded = encode_prompts(self.policy, prompts, limit, system_prompt)
 
@@ -348,8 +367,21 @@ class RolloutEngine:
             started = time.perf_counter()
             groups = resumed_groups(self.policy, chosen.bounds.resume, params, limit)
             first = sum(map(len, groups))
-            groups += make_groups(self.policy, encoded, params, limit, chosen, first)
-            return self._run(groups, params.max_tokens, progress, chosen, started)
+            groups += make_groups(
+                self.policy,
+                encoded,
+                params=params,
+                max_model_len=limit,
+                options=chosen,
+                first=first,
+            )
+            return self._run(
+                groups,
+                max_tokens=params.max_tokens,
+                progress=progress,
+                options=chosen,
+                started=started,
+            )
 
         return within_memory(
             attempt,
@@ -365,30 +397,31 @@ class RolloutEngine:
         options: GenerateOptions,
         started: float,
     ) -> list[Completion]:
-        """Run the sequences of one attempt of `generate`, which raises if memory runs out."""
-        assert self._running is None, "generate is not to be called while sequences run"
+        """Run the sequences of one attempt of `generate`; raises if out of memory."""
+        assert self._running is None, "generate was called while sequences run"
         self.unfinished = {}
         if not groups:
             self.stats = RolloutStats()
             return []
-        finished: dict[int, Completion] = {}
-        # A refusal for lack of pages leaves the current cache as it is.
+        complete_ones: dict[int, Completion] = {}
+        # If there are too few pages, this raises and keeps the current cache.
         cache = self._pool.cache_for(groups)
         try:
             with self._dropped_on_error():
                 scheduler = self._open(cache, started).scheduler
                 for group in groups:
                     self.add(group)
-                complete = self._completer(options)
-                # Step until enough prompts are complete; the others are cut off.
+                complete = _completer(self.policy, self._running_now, options)
+                # Step until enough prompts are complete, and cancel the others.
                 while not scheduler.done and scheduler.num_complete_groups < options.bounds.enough:
                     for index in self.step():
-                        finished[index] = complete(scheduler.sequences[index])
+                        completion = complete(scheduler.sequences[index])
+                        complete_ones[index] = completion
                         if options.finished is not None:
-                            options.finished(index, finished[index])
+                            options.finished(index, completion)
                     if progress is not None:
                         progress(self._running_now.progress(max_tokens))
-                # Their tokens so far go to `unfinished`, for the next call.
+                # Their tokens go to `unfinished`, for the next call.
                 for sequence in scheduler.sequences:
                     if not sequence.finished:
                         self.cancel(sequence.index)
@@ -396,7 +429,7 @@ class RolloutEngine:
         finally:
             if options.environment is not None:
                 options.environment.close()
-        completions = [finished.get(s.index) or complete(s) for s in scheduler.sequences]
+        completions = [complete_ones.get(s.index) or complete(s) for s in scheduler.sequences]
         self.unfinished = {
             s.index: Unfinished(s.prompt, s.key, completion)
             for s, completion in zip(scheduler.sequences, completions, strict=True)
@@ -405,33 +438,34 @@ class RolloutEngine:
         return completions
 
     def add(self, group: Sequence[RunningSequence]) -> None:
-        """Let the samples of a prompt run from the next step on, next to those that run already.
+        """Add the samples of a prompt, which run from the next step on.
 
-        The first group sizes the cache, unless the engine was given `num_pages`. Sequences have
-        their own parameters and stop rules (`inputs.make_groups`); their indices follow those of
+        The first group determines the cache size, unless the engine has `num_pages`. Sequences have
+        their own parameters and stop rules (`inputs.make_groups`), and indices after those of
         earlier groups. Raises UserError if the cache is too small for a sequence, or if sequences
-        differ in their seed, or with speculation in temperature, top_p or top_k.
+        differ in seed, or with speculation in temperature, top_p or top_k.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())
         self._running_now.add(group)
 
     def step(self) -> list[int]:
-        """Run one step; return the indices of the sequences that ended. A failure drops all."""
+        """Run one step; return the indices of ended sequences. A failure drops all sequences."""
         with self._dropped_on_error():
             return self._running_now.step()
 
     def cancel(self, index: int) -> None:
-        """End a sequence with the tokens that it has, and free its pages for the others."""
+        """End a running sequence, keeping its tokens, and free its pages."""
         self._running_now.scheduler.cancel(index)
 
     def finish(self) -> None:
         """Drop all sequences, free their pages, and store their counts in `stats`."""
         running = self._running_now
-        self.stats = stats = running.stats()
+        stats = running.stats()
+        self.stats = stats
         if stats.graphs:
             logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
-        # The pool keeps the cache and its graphs for the next call.
+        # Cache and graphs stay in the pool for the next call.
         running.scheduler.close()
         self._running = None
 
@@ -441,24 +475,24 @@ class RolloutEngine:
         return self._running
 
     def _open(self, cache: PagedCache, started: float) -> Generation:
-        """Return a new run over a cache, still without sequences."""
-        # The pages are shared by all sequences; only the scheduler decides who gets them.
+        """Start a generation over a cache, without sequences yet."""
+        # All sequences share the pages; only the scheduler assigns them.
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         now = self.sizes.now
         self._running = Generation(
-            Scheduler([], allocator, now.max_batch_size, now.max_prefill_tokens),
-            Prefill(self.policy, cache),
-            self._pool.decode_batch(),
-            self._pool.speculation,
-            started,
-            self._repeats,
-            self._ahead,
+            scheduler=Scheduler([], allocator, now.max_batch_size, now.max_prefill_tokens),
+            prefill=Prefill(self.policy, cache),
+            decode=self._pool.decode_batch(),
+            drafts=self._pool.speculation,
+            started=started,
+            repeats=self._repeats,
+            ahead=self._ahead,
         )
         return self._running
 
     @contextlib.contextmanager
     def _dropped_on_error(self) -> Iterator[None]:
-        """Give up all sequences and the cache if the body raises."""
+        """Drop all sequences and the cache if the body raises."""
         try:
             yield
         except BaseException as error:
@@ -468,31 +502,33 @@ class RolloutEngine:
                     sequence = running.scheduler.sequences[error.sequence]
                     error.token_ids = (*sequence.prompt.token_ids, *sequence.generated)
                 running.scheduler.close()
-            # Pages may hold NaN after a failure: the next call starts from a clean cache.
+            # Pages may hold NaN after a failure.
             self._pool.drop()
             raise
 
-    def _completer(self, options: GenerateOptions) -> Callable[[RunningSequence], Completion]:
-        """Return the function that makes a completion of an ended sequence."""
-        running = self._running_now
-        # With an environment, completions are conversations.
-        if options.environment is not None and options.max_turns > 1:
-            turns = MultiTurn(self.policy, options.environment, running.scheduler)
-            running.multi_turn = turns
-            return turns.completion
-        decode = text_decoder(self.policy)
 
-        def complete(sequence: RunningSequence) -> Completion:
-            assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
-            text = sequence.text  # Cut before a stop string.
-            if text is None:
-                text = decode(sequence.generated) if decode is not None else ""
-            return Completion(
-                token_ids=tuple(sequence.generated),
-                logprobs=tuple(sequence.logprobs),
-                finish_reason=sequence.finish_reason,
-                text=text,
-                versions=sequence.versions_with(options.bounds.version),
-            )
+def _completer(
+    policy: Policy, generation: Generation, options: GenerateOptions
+) -> Callable[[RunningSequence], Completion]:
+    """Return a function from an ended sequence to its completion."""
+    # With an environment, completions are conversations.
+    if options.environment is not None and options.max_turns > 1:
+        turns = MultiTurn(policy, options.environment, generation.scheduler)
+        generation.multi_turn = turns
+        return turns.completion
+    decode = text_decoder(policy)
 
-        return complete
+    def complete(sequence: RunningSequence) -> Completion:
+        assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
+        text = sequence.text  # cut before a stop string
+        if text is None:
+            text = decode(sequence.generated) if decode is not None else ""
+        return Completion(
+            token_ids=tuple(sequence.generated),
+            logprobs=tuple(sequence.logprobs),
+            finish_reason=sequence.finish_reason,
+            text=text,
+            versions=sequence.versions_with(options.bounds.version),
+        )
+
+    return complete

@@ -1,4 +1,4 @@
-"""From the arguments of `generate` to sequences, checked before anything runs."""
+"""Conversion of the arguments of `generate` to sequences, with all checks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def encode_prompts(
     max_model_len: int,
     system_prompt: str | None,
 ) -> list[PromptInputs]:
-    """Return the inputs of each prompt, with room for at least one more token."""
+    """Return the inputs of each prompt; raises UserError without room for another token."""
     if isinstance(prompts, str | Prompt):
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
-    if isinstance(prompts, Mapping):  # of a tokenizer; its keys are not prompts
+    if isinstance(prompts, Mapping):  # the output of a tokenizer
         column = next(iter(prompts), "")
         raise UserError(f"generate takes a list of prompts, not a table: give its {column!r}")
     encoded = []
     for index, prompt in enumerate(prompts):
-        # Text and messages go through the tokenizer; token ids are taken as they are.
+        # Text and messages go through the tokenizer; token ids are used as they are.
         if isinstance(prompt, str):
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
             prompt = chat.encode_prompt(
                 policy.tokenizer, prompt, system_prompt=system_prompt, plain_text=policy.plain_text
             )
-        where, vocab_size = f"prompt {index}", policy.config.vocab_size
+        where = f"prompt {index}"
+        vocab_size = policy.config.vocab_size
         if isinstance(prompt, PromptInputs):
             as_token_ids(prompt.token_ids, where, vocab_size)
         else:
@@ -62,13 +63,13 @@ def make_groups(
     options: GenerateOptions | None = None,
     first: int = 0,
 ) -> list[list[RunningSequence]]:
-    """Return the sequences of a call, a group of n per prompt, with indices from `first` on.
+    """Return the sequences of a call, one group of n per prompt, with indices from `first`.
 
-    A prompt and its max_tokens have at most `max_model_len` tokens.
+    max_tokens is reduced so that prompt and completion have at most `max_model_len` tokens.
     """
     options = options or GenerateOptions()
     rules = _stop_rules(policy, params, options.max_turns)
-    # Without limits and keys of their own, completions have those of the call.
+    # Without limits and keys per completion, those of the call apply.
     count = params.n * len(prompts)
     limits = [params.max_tokens] * count if options.max_tokens is None else options.max_tokens
     if len(limits) != count or min(limits, default=1) < 1:
@@ -81,8 +82,9 @@ def make_groups(
     for number, prompt in enumerate(prompts):
         group = []
         for index, key in enumerate(keys[number], number * params.n):
-            own = replace(rules, max_tokens=min(limits[index], max_model_len - len(prompt)))
-            group.append(RunningSequence(first + index, prompt, key, own, params=params))
+            limit = min(limits[index], max_model_len - len(prompt))
+            own_rules = replace(rules, max_tokens=limit)
+            group.append(RunningSequence(first + index, prompt, key, own_rules, params=params))
         groups.append(group)
     return groups
 
@@ -94,22 +96,26 @@ def resumed_groups(
     max_model_len: int,
 ) -> list[list[RunningSequence]]:
     """Return sequences that continue the completions of an earlier call, in their groups."""
-    rules, index = _stop_rules(policy, params), itertools.count()
+    rules = _stop_rules(policy, params)
+    index = itertools.count()
     groups = []
     for members in resume:
         group = []
         for cut in members:
-            old, prompt = cut.completion, cut.inputs
+            old = cut.completion
+            prompt = cut.inputs
             limit = min(params.max_tokens, max_model_len - len(prompt))
             if len(old.token_ids) >= limit:
                 raise UserError(
                     f"a completion of {len(old.token_ids)} tokens cannot continue: raise "
                     f"max_tokens above {limit}"
                 )
-            # Another key, since the old one's draws belong to another policy.
-            key, own = resumed_key(cut.key, len(old.token_ids)), replace(rules, max_tokens=limit)
-            sequence = RunningSequence(next(index), prompt, key, own, params=params)
-            sequence.generated, sequence.logprobs = list(old.token_ids), list(old.logprobs)
+            # A new key: the old one has been used with another policy.
+            key = resumed_key(cut.key, len(old.token_ids))
+            own_rules = replace(rules, max_tokens=limit)
+            sequence = RunningSequence(next(index), prompt, key, own_rules, params=params)
+            sequence.generated = list(old.token_ids)
+            sequence.logprobs = list(old.logprobs)
             sequence.versions = old.versions
             group.append(sequence)
         groups.append(group)
@@ -117,7 +123,7 @@ def resumed_groups(
 
 
 def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> StopRules:
-    """Return the rules of a call: its stop ids, and the model's unless ignored."""
+    """Return the stop rules of a call, with the stop ids of the model unless ignored."""
     as_token_ids(params.stop_token_ids, "stop_token_ids", policy.config.vocab_size)
     ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
     stops = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else ends)])
@@ -127,7 +133,13 @@ def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> S
     if max_turns > 1 and decode is None:
         what = "a task with turns reads text"
         raise UserError(f"{what}, and the model has no tokenizer: set model.tokenizer")
-    return StopRules(params.max_tokens, stops, params.stop, decode, max_turns)
+    return StopRules(
+        max_tokens=params.max_tokens,
+        token_ids=stops,
+        strings=params.stop,
+        decode=decode,
+        max_turns=max_turns,
+    )
 
 
 def text_decoder(policy: Policy) -> Decode | None:

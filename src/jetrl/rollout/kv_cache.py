@@ -1,17 +1,17 @@
-"""The paged KV cache, and the attention of the rollout over it.
+"""The paged KV cache, and attention over it during rollout.
 
     codes   [layers, pages, page_size, G, D]   float8_e4m3fn or int8, or the values as they are
     scales  [layers, pages, page_size, G]      float32 next to FP8 or INT8 codes, else absent
 
-These are the layers with attention; other mixers have no keys.
+`layers` are those with attention; other mixers have no keys.
 
-A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
-quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
-place. Elsewhere queries of sequences of similar length attend as a part, whose pages are gathered
-into one dense batch. Parts bound time and memory and change no bit.
+A forward runs a flat list of T tokens from many sequences. Each layer quantizes their keys and
+values, writes them to their slots, and then attends. On a GPU, kernels read the pages in place. On
+a CPU, queries of sequences with similar lengths form parts; the pages of a part are gathered into a
+dense batch. Parts limit time and memory, and change no bit.
 
-The last layer attends only for a prompt's last token. All layers lie in one range of memory; a GPU
-can free it and map it again at the same addresses (`mapped_memory`).
+In the last layer only the last token of a prompt attends. All layers share one range of memory,
+which a GPU can free and map again at the same addresses (`mapped_memory`).
 
 Dimensions: T tokens of the forward, B items of a part, Q queries per item, P pages per item, L keys
 (at most P * page_size), H query heads, G key-value heads, D head size.
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class KVStore:
-    """The keys, or the values, of the layers that have some, by their numbers in the decoder.
+    """The keys, or the values, of the layers with attention, by layer number in the decoder.
 
     Codes are [layers, P, page_size, G, D], scales float32 [layers, P, page_size, G] or None.
     """
@@ -58,14 +58,15 @@ class KVStore:
     def __init__(self, codes: Tensor, scales: Tensor | None, layers: Sequence[int]) -> None:
         self.codes, self.scales = codes, scales
         self._place = {layer: place for place, layer in enumerate(layers)}
-        # The same memory as bytes: indexing is not implemented for FP8 types on every device.
+        # The same memory as bytes: not every device can index FP8 types.
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
     def write(self, layer: int, slots: Tensor, stored: Stored) -> None:
         """Write codes [T, G, D] and scales [T, G] to slots int64 [T], page * page_size + offset."""
         codes, scales = stored
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
-        raw, place = codes.view(torch.uint8) if scales is not None else codes, self._place[layer]
+        raw = codes if scales is None else codes.view(torch.uint8)
+        place = self._place[layer]
         self._raw[place].flatten(0, 1)[slots] = raw
         if self.scales is not None and scales is not None:
             self.scales[place].flatten(0, 1)[slots] = scales
@@ -100,7 +101,7 @@ class KVStore:
 def stores(
     memory: Tensor, layers: Sequence[int], shape: tuple[int, ...], plan: PrecisionPlan
 ) -> tuple[KVStore, KVStore]:
-    """Return stores in uint8 memory of their size, scales then codes; a layer's have `shape`."""
+    """Return stores over uint8 memory: scales, then codes. `shape` is that of one layer."""
     shape = (len(layers), *shape)
     formats = key_and_value_formats(plan.kv)
     keys, values = (format.dtype for format in formats)
@@ -116,9 +117,9 @@ def stores(
     )
 
 
-GPU_PAGE_SIZE = 64  # Tokens: the attention kernels read a page as one block of keys.
-_MAX_QUERIES = 256  # A longer chunk is cut into items, so that its first queries see fewer keys.
-MAX_GATHERED = 2**24  # Elements of keys gathered for one part.
+GPU_PAGE_SIZE = 64  # tokens: attention kernels read a page as one block of keys
+_MAX_QUERIES = 256  # longer chunks are split, so that their first queries read fewer keys
+MAX_GATHERED = 2**24  # maximum elements of keys per part
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """Queries that attend in one dense batch; padding repeats an item's first row or page.
+    """Queries that attend in one dense batch; padding repeats the first row or page of an item.
 
     Attributes:
         rows, positions: int64 [B, Q].
         valid: bool [B, Q], False for padding.
         pages: int64 [B, P].
-        num_keys: L; the rest of the last page is left out.
+        num_keys: L, which excludes the rest of the last page.
     """
 
     rows: Tensor
@@ -151,7 +152,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The tokens for which the last layer attends: rows int64 [R] of T, and work in rows 0 to R."""
+    """Tokens that attend in the last layer: rows int64 [R] of T, and work for rows 0 to R."""
 
     rows: Tensor
     work: AttentionWork
@@ -159,15 +160,15 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Attention of one new token, or of a few that verify a draft, for each of B sequences.
+    """Attention of one new token, or several that verify a draft, per sequence of B.
 
-    A captured forward follows the tensors' values.
+    A captured forward reads the tensors at replay.
 
     Attributes:
-        tables: int32 [B, P], the pages of each sequence in order, then anything.
-        lengths: int32 [B], the keys of each sequence, new ones included.
-        longest: An upper bound of the lengths, which sizes the launch.
-        queries: Several new tokens per sequence; None if each has one.
+        tables: int32 [B, P], pages of each sequence in order, padded arbitrarily.
+        lengths: int32 [B], keys of each sequence, including new ones.
+        longest: Upper bound of the lengths, which sizes the launch.
+        queries: Several new tokens per sequence, or None for one.
     """
 
     tables: Tensor
@@ -181,7 +182,7 @@ AttentionWork = list[Part] | DecodeWork | QueryTiles
 
 @dataclass(frozen=True)
 class _OverPages:
-    """The stores of a decoder, and the slots and attention of one forward's tokens."""
+    """The stores of a decoder, with slots and attention work of the tokens of one forward."""
 
     keys: KVStore
     values: KVStore
@@ -196,18 +197,18 @@ class _OverPages:
         return None if self.last is None else self.last.rows
 
     def _stored(self, layer: int) -> Tensor:
-        """Return the values of the tokens' keys and values, float32 [T, 2 * G, D], for a trace."""
+        """Return the dequantized keys and values, float32 [T, 2 * G, D], for a trace."""
         return torch.cat([x.values(layer, self.slots) for x in (self.keys, self.values)], dim=1)
 
     def _queries(self, q: Tensor, last: bool) -> tuple[Tensor, AttentionWork]:
-        """Return the queries of q [T, H, D] that attend in a layer, and their work."""
+        """Return the queries of q [T, H, D] that attend in a layer, with their work."""
         if last and self.last is not None:
             return q[self.last.rows], self.last.work
         return q, self.work
 
 
 class PagedKeyValues(_OverPages):
-    """The `KeyValues` of one forward, by gathered pages in plain PyTorch."""
+    """The `KeyValues` of one forward, from gathered pages in plain PyTorch."""
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
         q, k, v = rope.heads(qkv)
@@ -219,33 +220,37 @@ class PagedKeyValues(_OverPages):
     def attend_heads(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
     ) -> Tensor:
-        """Store rotated keys and values [T, G, D] and attend to each sequence so far.
+        """Store rotated keys and values [T, G, D], and attend for rotated queries [T, H, D].
 
-        Return [T, H, D], or [R, H, D] of the last layer, for rotated queries [T, H, D].
+        Return [T, H, D], or [R, H, D] in the last layer.
         """
-        # Write first, since a token attends to itself too.
+        # Write first, since a token attends to itself.
         keys, values = quantize_keys_and_values(k, v, self.plan.kv, self.plan.scales)
         self.keys.write(layer, self.slots, keys)
         self.values.write(layer, self.slots, values)
         q, parts = self._queries(q, last)
         assert isinstance(parts, list), "gathered pages attend in parts"
-        out, split = torch.empty_like(q), self.plan.attention_split
-        # Each part is one dense batch of sequences of similar length.
+        # Each part is a dense batch of sequences with similar lengths.
+        out = torch.empty_like(q)
         for part in parts:
             part_keys = self.keys.gather(layer, part.pages, part.num_keys)
             part_values = self.values.gather(layer, part.pages, part.num_keys)
             dense = attend_dense(
-                q[part.rows], part_keys, part_values, q_positions=part.positions, split=split
+                q[part.rows],
+                part_keys,
+                part_values,
+                q_positions=part.positions,
+                split=self.plan.attention_split,
             )
             out[part.rows[part.valid]] = dense[part.valid]
         return out
 
 
 class DeviceKeyValues(_OverPages):
-    """The `KeyValues` of one forward on a GPU, by kernels that read pages in place.
+    """The `KeyValues` of one forward on a GPU, with kernels that read pages in place.
 
-    Decode and prefill chunks have their own kernels, with the same bits per token. With decode's
-    work nothing touches the host, so a CUDA graph can capture the forward.
+    Decode and prefill have their own kernels, with the same bits per token. `DecodeWork` never
+    touches the host, so a CUDA graph can capture the forward.
     """
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
@@ -262,7 +267,7 @@ class DeviceKeyValues(_OverPages):
         if rope.trace is not None:
             rope.trace("rotary", q)
             rope.trace("keys and values", self._stored(layer))
-        # Attend; the kernel writes the next layer's FP8 codes itself unless a trace wants values.
+        # Attend. The kernel writes FP8 codes for the next layer, unless a trace needs values.
         q, work = self._queries(q, last)
         format = self.plan.linear_format("rollout", layer, self.num_layers)
         watched = rope.trace is not None or rope.as_values
@@ -283,7 +288,7 @@ class DeviceKeyValues(_OverPages):
 
 
 def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
-    """Return similar items as one dense batch, padded to the longest."""
+    """Return items of similar size as one dense batch, padded to the longest."""
     num_queries = max(item.length for item in items)
     used = [-(-(item.start + item.length) // page_size) for item in items]
     num_pages = max(used)
@@ -291,7 +296,7 @@ def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
         item.pages[:count] + item.pages[:1] * (num_pages - count)
         for item, count in zip(items, used, strict=True)
     ]
-    # Queries beyond an item's own repeat its first one, and their output is dropped.
+    # Padding repeats the first query of an item; its output is dropped.
     sizes = [(item.row, item.start, item.length) for item in items]
     rows, starts, lengths = torch.tensor(sizes, device=device).unbind(1)
     offsets = torch.arange(num_queries, device=device).expand(len(items), num_queries)
@@ -307,7 +312,7 @@ def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
 
 
 def _gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
-    """Return the work of the attention kernels: `DecodeWork` if each span is one token."""
+    """Return work for the attention kernels: `DecodeWork` if each span is one token."""
     lengths = [span.start + span.length for span in spans]
     counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
     pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]
@@ -323,13 +328,13 @@ def _gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | Query
 
 
 def _group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
-    """Cut spans into items of up to 256 queries; group similar ones of up to `max_keys` keys."""
+    """Split spans into items of up to 256 queries; group similar ones, up to `max_keys` keys."""
     items = [
         Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
         for span in spans
         for at in range(0, span.length, _MAX_QUERIES)
     ]
-    # From the longest on, each item joins the group before it if that stays cheap.
+    # From the longest on, each item joins the previous group if that wastes little work.
     items.sort(key=lambda item: (item.length, item.start), reverse=True)
     groups: list[list[Span]] = []
     most_queries = most_keys = 0
@@ -352,7 +357,7 @@ def _group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
 
 
 class PagedCache:
-    """The pages of keys and values of all layers, which attention reads in place or gathers."""
+    """Pages of keys and values of all layers, which attention reads in place or gathers."""
 
     def __init__(
         self,
@@ -363,11 +368,13 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         plan = plan.on("rollout")
-        # No kernel reads pages of FP32.
+        # No kernel reads FP32 pages.
         self.reads_pages_in_place = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
         assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
-        self.num_pages, self.page_size = num_pages, page_size
-        self._plan, self._num_layers = plan, config.num_layers
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._plan = plan
+        self._num_layers = config.num_layers
         self._token_elements = config.num_kv_heads * config.head_dim
         self.num_bytes = num_pages * self.page_bytes(config, plan, page_size)
         self._memory: MappedMemory | None = None
@@ -379,34 +386,34 @@ class PagedCache:
             self._bytes = self._memory.tensor()
         else:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        # Kernels read slots that are only padding too: these must not hold what was there before.
+        # Kernels also read padding slots, which must not hold arbitrary bytes.
         self._bytes.zero_()
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
         self._keys, self._values = stores(self._bytes, config.layers_with_keys, shape, plan)
 
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
-        """Return the bytes of one page in all layers, scales included."""
+        """Return the bytes per page over all layers, including scales."""
         return page_size * kv_bytes_per_token(config, plan.on("rollout"))
 
     @property
     def ready(self) -> bool:
         return self._memory is None or self._memory.mapped
 
-    def give_back(self) -> bool:
-        """Free the pages' memory and contents if their addresses can stay; return whether."""
+    def unmap(self) -> bool:
+        """Free the memory of the pages, keeping addresses; return False if not supported."""
         if self._memory is not None:
             self._memory.unmap()
         return self._memory is not None
 
-    def take_again(self) -> None:
-        """Map memory again for pages that were freed; they are empty."""
+    def remap(self) -> None:
+        """Map memory for the pages again; they are empty."""
         assert self._memory is not None, "this cache keeps its memory"
         self._memory.map()
         self._bytes.zero_()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (source, destination) in all layers; all sources are read before any write."""
+        """Copy pages (source, destination) in all layers; reads all sources before writing."""
         if pairs:
             sources, destinations = to_device(pairs, self._keys.codes.device).unbind(1)
             self._keys.copy(sources, destinations)
@@ -417,17 +424,17 @@ class PagedCache:
     ) -> PagedKeyValues | DeviceKeyValues:
         """Return the `KeyValues` of a forward over spans, which fill rows 0 to T in order.
 
-        With `ends` the output is only that of each span's last token, [spans, H * D].
+        With `ends` the output has only the last token of each span, [spans, H * D].
         """
-        assert self.ready, "the pages' memory has been given back"
+        assert self.ready, "the memory of the pages is unmapped"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
         source = DeviceKeyValues if self.reads_pages_in_place else PagedKeyValues
         last = None
-        if ends:  # The last layer's queries: a token per span, behind all of its keys.
+        if ends:  # In the last layer, the last token of each span attends.
             rows = to_device([span.row + span.length - 1 for span in spans], device)
             last_tokens = [
-                Span(row, span.start + span.length - 1, 1, span.pages)
+                Span(row, start=span.start + span.length - 1, length=1, pages=span.pages)
                 for row, span in enumerate(spans)
             ]
             last = LastLayer(rows, self._work(last_tokens))
@@ -442,7 +449,7 @@ class PagedCache:
         )
 
     def _work(self, spans: Sequence[Span]) -> AttentionWork:
-        """Return the work of attention for spans, in the form that the device takes."""
+        """Return the attention work for spans on this device."""
         device = self._keys.codes.device
         if self.reads_pages_in_place:
             return _gpu_work(spans, device)
@@ -459,7 +466,7 @@ class PagedCache:
         return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> DeviceKeyValues:
-        """Return the `KeyValues` of decode for slots int64 [B] of tokens, negative for padding."""
+        """Return the `KeyValues` of decode for slots int64 [B], negative for padding."""
         return DeviceKeyValues(
             keys=self._keys,
             values=self._values,

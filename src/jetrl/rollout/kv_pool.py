@@ -1,4 +1,4 @@
-"""The number and life of KV pages across calls of `generate`, with the graphs over them."""
+"""KV cache and decode graphs of an engine, kept and resized across calls of `generate`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from jetrl.rollout.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
-_CPU_MEMORY_SHARE = 0.25  # Of free memory, for the cache: a laptop runs other programs too.
+_CPU_MEMORY_SHARE = 0.25  # fraction of free memory for the cache: other programs run too
 
 
 @dataclass(eq=False)
 class KVPool:
-    """The owner of an engine's KV cache, and of the decode graphs captured over it.
+    """Owns the KV cache of an engine, and the decode graphs captured over it.
 
     Attributes:
-        num_pages: None for what the largest batch of a call can use and memory has room for.
-        speculation: The drafts that decode verifies from the next call on; None without.
+        num_pages: None for enough pages for the largest batch of a call, within free memory.
+        speculation: Drafts to verify from the next call on, or None.
         pages: Pages of the last requested cache; None before the first request.
         needed: Pages of the longest sequence of that request.
     """
@@ -47,7 +47,7 @@ class KVPool:
     needed: int = field(default=1, init=False)
     _cache: PagedCache | None = field(default=None, init=False)
     _decode: DecodeBatch | None = field(default=None, init=False)
-    _all_memory: bool = field(default=False, init=False)  # It, not the batch, bounds the pages.
+    _all_memory: bool = field(default=False, init=False)  # memory, not the batch, limits the pages
 
     def __post_init__(self) -> None:
         policy = self.policy
@@ -56,30 +56,29 @@ class KVPool:
             check_room(self.num_pages, self.page_size, self._page_bytes, self._free_bytes())
 
     def cache_for(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
-        """Return the cache for a call: the current one if it is large enough, else a new one.
+        """Return the cache for a call, reusing the current one if it is large enough.
 
-        Raises a UserError if the longest sequence or the requested pages do not fit.
+        Raises UserError if the longest sequence or the requested pages do not fit.
         """
-        # What the call could use at most: its longest sequence, for all that run together.
+        # Upper bound: every running sequence is as long as the longest one.
         now = self.sizes.now
         longest = max((s for group in groups for s in group), key=lambda s: s.max_cached_tokens)
         needed = -(-longest.max_cached_tokens // self.page_size)
         num_sequences = sum(len(group) for group in groups)
         together = min(num_sequences, now.max_batch_size)
-        # Parked samples share one page that no running sequence has: the prompt's last, partly
-        # filled page.
+        # Parked samples share one more page: the last, partly filled one of their prompt.
         num_pages = needed * together + int(num_sequences > together)
         contexts = most_contexts(now.max_prefill_tokens, together, longest.max_cached_tokens)
         plan = self.policy.plan.on("rollout")
         staged = contexts * staged_bytes_per_token(self.policy.config, plan)
-        # A requested number stands; else the current cache if it is enough; else what fits.
+        # Use the requested number, else the current cache if large enough, else what fits.
         limit = self.sizes.max_pages(needed)
         if self.num_pages is not None and limit is not None:
             num_pages = limit
         elif self._cache is not None and self._is_enough(self._cache, num_pages, staged, needed):
             num_pages = self._cache.num_pages
         else:
-            self.drop()  # The old cache's memory is free for the new one.
+            self.drop()  # frees memory for the new cache
             if self.policy.device.type == "cuda":
                 affordable = self._gpu_pages(staged, needed)
             else:
@@ -87,12 +86,18 @@ class KVPool:
             affordable = min(affordable, limit or sys.maxsize)
             self._all_memory = affordable < num_pages
             num_pages = min(num_pages, affordable)
-        # One sequence has to fit, whatever memory says.
-        self.pages, self.needed = num_pages, needed
+        self.pages = num_pages
+        self.needed = needed
         if num_pages < needed:
-            prompt, most = len(longest.prompt), longest.rules.max_tokens
-            setting = self.num_pages is not None
-            raise UserError(too_small(num_pages, self.page_size, prompt, most, setting))
+            raise UserError(
+                too_small(
+                    pages=num_pages,
+                    page_size=self.page_size,
+                    prompt=len(longest.prompt),
+                    most=longest.rules.max_tokens,
+                    setting=self.num_pages is not None,
+                )
+            )
         if self._cache is not None and self._cache.num_pages != num_pages:
             self.drop()
         if self._cache is None or not self._cache.ready:
@@ -103,69 +108,84 @@ class KVPool:
         """Return the decode batch over the current cache, with its graphs."""
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
-            batch = self.sizes.now.max_batch_size
             self._decode = DecodeBatch(
-                self.policy, self._cache, batch, self.max_model_len, self.speculation
+                self.policy,
+                self._cache,
+                max_batch_size=self.sizes.now.max_batch_size,
+                max_model_len=self.max_model_len,
+                speculation=self.speculation,
             )
         return self._decode
 
-    def give_back(self) -> None:
-        """Free the pages' memory, keeping addresses and graphs if the device can."""
-        if self._cache is None or not self._cache.give_back():
+    def free_memory(self) -> None:
+        """Free the memory of the pages, keeping addresses and graphs if the device can."""
+        if self._cache is None or not self._cache.unmap():
             self.drop()
 
     def drop(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
-        cache, decode = self._cache, self._decode
-        self._cache = self._decode = None
-        # A traceback may keep the objects alive, and Python may collect them in any order.
+        cache, self._cache = self._cache, None
+        decode, self._decode = self._decode, None
+        # Free explicitly: a traceback may keep the objects alive.
         if decode is not None:
             decode.forwards.close()
         if cache is not None:
-            cache.give_back()
+            cache.unmap()
 
     def _is_enough(self, cache: PagedCache, useful: int, staged: int, needed: int) -> bool:
-        """Return whether a call can use the current cache."""
+        """Return True if a call can use the current cache."""
         if cache.num_pages < (needed if self._all_memory else useful):
             return False
         return cache.ready or cache.num_pages <= self._gpu_pages(staged, needed, again=True)
 
     def _ready_cache(self, pages: int) -> PagedCache:
-        """Make the cache, or map the memory of the current one again."""
-        policy, free, cache = self.policy, self._free_bytes(), self._cache
+        """Return a new cache, or the current one with its memory mapped again."""
+        policy = self.policy
+        free = self._free_bytes()
+        cache = self._cache
         check_room(pages, self.page_size, self._page_bytes, free)
         if cache is None:
-            cache = PagedCache(policy.config, policy.plan, pages, self.page_size, policy.device)
+            cache = PagedCache(
+                policy.config,
+                policy.plan,
+                num_pages=pages,
+                page_size=self.page_size,
+                device=policy.device,
+            )
         else:
             try:
-                cache.take_again()
+                cache.remap()
             except BaseException:
-                self.drop()  # The next attempt may have other sizes.
+                self.drop()  # the next attempt may have other sizes
                 raise
         logger.info(
             "KV cache: %d pages of %d tokens, %s, %.1f MiB of the %.1f GiB that were free",
-            *(pages, self.page_size, policy.plan.on("rollout").kv),
-            *(cache.num_bytes / 2**20, free / 2**30),
+            pages,
+            self.page_size,
+            policy.plan.on("rollout").kv,
+            cache.num_bytes / 2**20,
+            free / 2**30,
         )
         return cache
 
     def _gpu_pages(self, staged: int, needed: int, again: bool = False) -> int:
-        """Return the pages that a GPU has room for; those of one sequence go before contexts."""
+        """Return the pages that fit on the GPU; pages of one sequence go before contexts."""
         free = self._free_bytes()
-        beside, alone = (gpu_pages_room(free, x, again) // self._page_bytes for x in (staged, 0))
-        return max(beside, min(needed, alone))
+        next_to_contexts = gpu_pages_room(free, staged, again) // self._page_bytes
+        without_contexts = gpu_pages_room(free, 0, again) // self._page_bytes
+        return max(next_to_contexts, min(needed, without_contexts))
 
     def _free_bytes(self) -> int:
-        """Return the device's free bytes; all of the machine's if the system does not say."""
+        """Return the free bytes of the device, or all bytes of the machine if unknown."""
         if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # Memory that torch keeps for later is free for the cache.
+            torch.cuda.empty_cache()  # reserved memory of torch is free for the cache
             free, _ = torch.cuda.mem_get_info(self.policy.device)
             return int(free)
         return available_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def too_small(pages: int, page_size: int, prompt: int, most: int, setting: bool = True) -> str:
-    """Return the message for a cache that cannot hold one sequence; "" if it can."""
+    """Return the error for a cache that cannot hold one sequence, or "" if it can."""
     cached = prompt + most - 1
     needed = -(-cached // page_size)
     if needed <= pages:
@@ -181,7 +201,7 @@ def too_small(pages: int, page_size: int, prompt: int, most: int, setting: bool 
 
 
 def check_room(pages: int, page_size: int, page_bytes: int, free: int) -> None:
-    """Raise UserError if so many pages do not fit in the free bytes."""
+    """Raise UserError if this many pages do not fit in the free bytes."""
     if pages * page_bytes > free:
         raise UserError(
             f"rollout.num_pages = {pages}: pages of {page_size} tokens take "

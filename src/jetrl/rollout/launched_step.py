@@ -1,6 +1,6 @@
-"""Steps whose draws have not arrived, and copies between host and device that do not wait.
+"""Launched steps with pending draws, and asynchronous copies between host and device.
 
-Copies go through pinned memory, in the order of the device's stream.
+Copies go through pinned memory, in stream order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from jetrl.rollout.scheduler import ScheduledStep
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A launched step, with its draws as they arrive on the host.
+    """A launched step, with host buffers for its draws.
 
     Attributes:
-        tokens: Integers [forwards, draws * width], not to be read before `ready`.
-        logprobs: float32, of the same shape.
-        began, ready: Events at the start of the step on the device and after its last value
-            arrived; None on a CPU.
+        tokens: Integers [forwards, draws * width], valid after `ready`.
+        logprobs: float32, same shape.
+        began, ready: Events at the start of the step and after its last copy; None on a CPU.
         offers: int32 [forwards, draws], `Verified.offers`; None without drafts.
-        host_s: Seconds of the host's call, for a CPU.
+        host_s: Seconds of the launch, which on a CPU runs the step.
     """
 
     step: ScheduledStep
@@ -41,17 +40,17 @@ class LaunchedStep:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an ended step, by the device's clock if it has one."""
+        """Duration of a finished step, by GPU events if available."""
         if self.began is None or self.ready is None:
             return self.host_s
         return self.began.elapsed_time(self.ready) / 1e3
 
     def drawn(self) -> list[tuple[list[int], list[float]]]:
-        """Wait for (token ids, log-probs) of each draw; a last id BROKEN: no finite softmax."""
+        """Wait for (token ids, log-probs) per draw; a last id BROKEN means no finite softmax."""
         if self.ready is not None:
             self.ready.synchronize()
         lengths = self.step.draw_lengths
-        # Row after row, forward after forward: what is left of a row are its draws, in order.
+        # From [forwards, draws * width] to one list per draw, in order of forwards.
         shape = (len(lengths), self.step.width)
         tokens, logprobs = (
             x.unflatten(1, shape).transpose(0, 1).flatten(1).tolist()
@@ -66,7 +65,7 @@ class LaunchedStep:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event in the device's stream; None on the CPU."""
+    """Record an event in the current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -75,7 +74,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Return a copy on the host, filled once the device comes to the copy."""
+    """Return a host copy, filled when the device reaches the copy."""
     if x.device.type == "cpu":
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

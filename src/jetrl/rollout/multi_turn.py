@@ -41,8 +41,8 @@ class MultiTurn:
                 self._asked.add(index)
                 self._environment.ask(index, tuple(self._turns[index]), self._text(sequence))
 
-    def take_in(self, wait: bool) -> None:
-        """Give the scheduler ready replies; wait for one with `wait`, if no draws are pending."""
+    def deliver_replies(self, wait: bool) -> None:
+        """Pass ready replies to the scheduler; with `wait`, wait for one if none is pending."""
         replies, self._early = self._early, []
         if self._asked and not (replies and wait):
             replies += self._environment.answers(wait)

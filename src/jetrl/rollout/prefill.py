@@ -1,4 +1,4 @@
-"""Forwards over prompts, and the first draws after them."""
+"""Prefill: forwards over prompts, and the first draws after them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,38 @@ from jetrl.rollout.sequence import RunningSequence
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forwards over prompts: they fill the cache and draw the tokens after the prompts."""
+    """Forwards that fill the cache with prompts and draw the tokens after them."""
 
     policy: Policy
     cache: PagedCache
 
     def launch(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> LaunchedStep:
-        """Start a step over prompts, after its page copies, without waiting for the device."""
+        """Start a prefill step, after its page copies, without waiting for the device."""
         device = self.policy.device
         began, called = mark(device), time.perf_counter()
         logits = self.forward(step, sequences)
-        # The draws follow the forward on the device; only their copies come to the host.
         tokens, logprobs = (to_host(x[None]) for x in self.draw(logits, step, sequences))
-        host_s = time.perf_counter() - called
-        return LaunchedStep(step, tokens, logprobs, began, mark(device), host_s=host_s)
+        return LaunchedStep(
+            step,
+            tokens=tokens,
+            logprobs=logprobs,
+            began=began,
+            host_s=time.perf_counter() - called,
+            ready=mark(device),
+        )
 
     def forward(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> Tensor:
-        """Fill the cache and return float32 logits [R, V], a row per chunk that draws, in order."""
-        # The tokens of all chunks, one after the other.
+        """Fill the cache; return float32 logits [R, V], one row per chunk that draws, in order."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
-            spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
+            spans.append(
+                Span(
+                    row=len(token_ids), start=chunk.start, length=chunk.length, pages=sequence.pages
+                )
+            )
             token_ids += sequence.tokens(chunk.start, chunk.length)
             positions += sequence.prompt.positions(chunk.start, chunk.start + chunk.length)
         device = self.policy.device
@@ -54,7 +62,7 @@ class Prefill:
             ForwardInputs(to_device(token_ids, device), to_device(positions, device)),
             self.cache.key_values(spans, ends=True),
         )
-        # Only chunks that reach the end of their sequence need logits.
+        # Only chunks at the end of their sequence need logits.
         rows = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
         if not rows:
             return torch.empty((0, self.policy.config.vocab_size), device=device)
@@ -78,15 +86,15 @@ class Prefill:
         bits = random_bits(seed, key, position)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
         logprobs = torch.empty(len(rows), device=device)
-        # Samples of one prompt share its logits, so their number bounds the memory of a draw.
+        # Samples of a prompt share logits, so draws are chunked to limit memory.
         for part in chunks_of_draws(len(rows), logits):
             params = [sequence.params for sequence in drawing[part]]
             drawn, logprobs[part], lse = Sampler.of(params, device).draw(
                 logits[to_device(rows[part], device)],
-                to_device(bits[part], device),
-                slice(None),
-                filters(params),
-                self.policy.plan,
+                bits=to_device(bits[part], device),
+                rows=slice(None),
+                filtered=filters(params),
+                plan=self.policy.plan,
             )
             tokens[part] = torch.where(torch.isfinite(lse), drawn, BROKEN)
         return tokens, logprobs

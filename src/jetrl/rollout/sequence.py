@@ -1,11 +1,11 @@
-"""The state of one sequence while it is sampled; without torch.
+"""The state of one sequence during sampling; without torch.
 
-The cache holds the keys and values of the first `num_computed` tokens, in `pages`. A token's
-forward gives the logits of the next one, so a finished sequence of T tokens used T - 1 slots.
+The cache holds keys and values of the first `num_computed` tokens, in `pages`. The forward of a
+token gives the logits of the next one, so a finished sequence of T tokens has used T - 1 slots.
 
     prompt [5, 6, 7], page_size 2                         pages      num_computed  generated
-    after the prefill of the prompt                       [4, 0]     3             []
-    after the draw of its first token                     [4, 0]     3             [8]
+    after the prefill                                     [4, 0]     3             []
+    after the first draw                                  [4, 0]     3             [8]
     after one decode step                                 [4, 0]     4             [8, 9]
 """
 
@@ -41,18 +41,18 @@ class RunningSequence:
     its pages, and continues or ends with `reply`.
 
     Attributes:
-        index: The position among all sequences that run together; lower is older and goes first.
-        key: The key of its random numbers (`sequence_keys`).
-        generated: The tokens after the prompt: drawn ones, and the environment's.
-        logprobs: Of each generated token; 0 for the environment's.
+        index: Number among all sequences that run together; lower ones are older and go first.
+        key: Random-number key (`sequence_keys`).
+        generated: Tokens after the prompt, drawn or from the environment.
+        logprobs: Per generated token; 0 for tokens from the environment.
         pages: Page ids in order of position.
-        num_computed: Tokens cached once scheduled forwards have run; a lower bound with drafts.
-        num_pending: Scheduled draws that have not arrived, one per forward: a lower bound.
-        num_extra: Upper bound of the further draws of pending forwards that verify drafts.
-        text: The text of the turn before a stop string; None without a stop string.
-        environment: The spans of `generated` that the environment wrote.
-        turn_start: The start of the current turn in `generated`.
-        versions: The policy versions of tokens that earlier calls drew.
+        num_computed: Cached tokens after all scheduled forwards; a lower bound with drafts.
+        num_pending: Scheduled draws not yet read, one per forward; a lower bound with drafts.
+        num_extra: Maximum additional draws of pending forwards that verify drafts.
+        text: Text of the turn before a stop string; None if there was none.
+        environment: Spans of `generated` from the environment.
+        turn_start: Start of the current turn in `generated`.
+        versions: Policy versions of tokens drawn by earlier calls.
     """
 
     index: int
@@ -83,7 +83,7 @@ class RunningSequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum cache slots; also the position of the last token that may be drawn."""
+        """Maximum cache slots, which is also the position of the last possible token."""
         return len(self.prompt) + self.rules.max_tokens - 1
 
     @property
@@ -97,16 +97,16 @@ class RunningSequence:
 
     @property
     def draws_left(self) -> int:
-        """Tokens that can still be drawn, without the pending ones; 0 if drafts may exceed them."""
+        """Remaining tokens to schedule, not counting pending draws; at least 0."""
         return max(0, self.rules.max_tokens - len(self.generated) - self.num_pending)
 
     def most_written(self, forwards: int, width: int) -> int:
-        """Return the maximum positions that pending and new forwards write."""
+        """Return the maximum number of positions that pending and new forwards write."""
         most = self.num_extra + forwards * width
         return max(forwards, min(most, self.max_cached_tokens - self.num_computed))
 
     def versions_with(self, version: int) -> tuple[int, ...]:
-        """Return each token's policy version; () of a finished sequence that only one drew."""
+        """Return the policy version per token; () if finished and drawn by one version."""
         if self.finish_reason != "cancelled" and not self.versions:
             return ()
         return (*self.versions, *[version] * (len(self.generated) - len(self.versions)))
@@ -121,11 +121,11 @@ class RunningSequence:
         ]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Add drawn tokens up to one that ends the sequence or its turn; return their number."""
+        """Add drawn tokens up to the end of the sequence or turn; return their number."""
         if self.rules.none_ends(token_ids, len(self.generated)) and (
             self._watch is None or self._watch.pass_over(self.generated, token_ids)
         ):
-            # Usually no draw of a step ends the sequence, and all are added at once.
+            # Fast path: no draw ends the sequence.
             assert len(token_ids) == len(logprobs), f"{len(logprobs)} log-probs of {token_ids}"
             self.generated += token_ids
             self.logprobs += logprobs
@@ -139,14 +139,14 @@ class RunningSequence:
         return len(token_ids)
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Add a drawn token, and end the sequence or its turn if the rules say so."""
+        """Add a drawn token, and apply the stop rules."""
         assert not self.finished, f"sequence {self.index} is finished"
         assert not self.awaiting, f"sequence {self.index} waits for its environment"
         self.generated.append(token_id)
         self.logprobs.append(logprob)
         if self._watch is not None:
             self.text = self._watch.update(self.generated)
-        # A stop ends the sequence, or only its turn if an environment may still reply.
+        # A stop ends only the turn if the environment may still reply.
         reason = self.rules.reason_to_stop(
             token_id, len(self.generated), stop_string=self.text is not None
         )
@@ -156,9 +156,9 @@ class RunningSequence:
             self.finish_reason = reason
 
     def reply(self, token_ids: Sequence[int] | None) -> None:
-        """Add the environment's reply to the turn that ended; None ends the sequence.
+        """Add the reply of the environment to an ended turn; None ends the sequence.
 
-        A reply that leaves no room for another token is dropped, and the sequence is cut off.
+        If the reply leaves no room for another token, it is dropped and the sequence is truncated.
         """
         assert self.awaiting, f"sequence {self.index} asked for no reply"
         assert not self.num_pending, f"sequence {self.index} has {self.num_pending} draws pending"
@@ -169,7 +169,7 @@ class RunningSequence:
         elif len(self.generated) + len(token_ids) >= self.rules.max_tokens:
             self.finish_reason = "length"
         else:
-            # Forget the keys that forwards scheduled ahead computed past the end of the turn.
+            # Forwards scheduled ahead may have computed keys past the end of the turn.
             self.num_computed = min(self.num_computed, self.num_tokens - 1)
             start = len(self.generated)
             self.generated += token_ids
@@ -181,10 +181,10 @@ class RunningSequence:
 
 
 def sequence_keys(prompts: Sequence[PromptInputs], n: int) -> list[list[int]]:
-    """Return the random keys of n samples per prompt, 63-bit integers.
+    """Return the random-number keys of n samples per prompt, 63-bit integers.
 
-    A key hashes the prompt's own key, the number of equal prompts before it, and the sample's
-    number, so draws do not depend on other prompts or on their order.
+    A key hashes the key of the prompt, the number of equal prompts before it, and the sample
+    number, so draws do not depend on other prompts or their order.
     """
     occurrences: Counter[bytes] = Counter()
     keys = []
@@ -196,7 +196,7 @@ def sequence_keys(prompts: Sequence[PromptInputs], n: int) -> list[list[int]]:
 
 
 def resumed_key(key: int, num_tokens: int) -> int:
-    """Return a key for a sequence continued after some tokens, unlike that of a new sample."""
+    """Return the key of a sequence continued after `num_tokens`, distinct from new samples."""
     return _key(key.to_bytes(8, "little"), num_tokens, 0)
 
 
