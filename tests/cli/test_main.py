@@ -156,7 +156,7 @@ def test_no_file_of_a_run_takes_the_number_of_a_stream_closed_later(tmp_path: Pa
     """A task file may run `os.close(1)`; the console printed into metrics.jsonl then."""
     code = (
         "import os, sys\n"
-        "from jetrl.runs.follower import open_run_directory\n"
+        "from jetrl.runs.writer import open_run_directory\n"
         "from jetrl.settings.loading import load_config\n"
         "os.closerange(0, 3); sys.stderr.close()\n"
         "settings = load_config(None, ['run.dir=.', 'run.name=x'])\n"

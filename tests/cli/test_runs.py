@@ -12,7 +12,7 @@ import pytest
 
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import StatusFile
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with one run of two steps."""
     settings = load_config("demo", [f"run.dir={tmp_path}", "run.name=first"])
     counts = {"mismatch/num_tokens": 100.0, "mismatch/num_different": 0.0}
-    with RunDirectory.create(settings, PLAN) as run:
+    with RunWriter.create(settings, PLAN) as run:
         for step, reward in ((1, 0.25), (2, 0.75)):
             run.write_step(StepStats(step, {"reward/mean": reward, **counts}))
     return tmp_path
@@ -70,7 +70,7 @@ def test_plot_and_watch(jetrl: Callable, folder: Path) -> None:
 
 def test_show_has_the_phase_of_a_run_that_is_running(jetrl: Callable, folder: Path) -> None:
     settings = load_config("demo", [f"run.dir={folder}", "run.name=first"])
-    with RunDirectory.create(settings, PLAN, resume=True):
+    with RunWriter.create(settings, PLAN, resume=True):
         status = StatusFile(folder / "first")
         status.begin("update", 3)
         assert re.search("now +update of step 3 for", jetrl("runs", "show", folder / "first").out)
@@ -102,7 +102,7 @@ def test_a_listing_breaks_no_name(
     monkeypatch.setenv("COLUMNS", "60")
     name = "a-name-that-is-longer-than-what-eighty-columns-leave-for-it"
     settings = load_config("demo", [f"run.dir={tmp_path}", f"run.name={name}"])
-    RunDirectory.create(settings, PLAN).close()
+    RunWriter.create(settings, PLAN).close()
     assert name in jetrl("runs", "list", "--dir", tmp_path).out
 
 

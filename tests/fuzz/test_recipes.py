@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import describe, load_config, to_toml
 
 RECIPE = b"""
@@ -76,7 +76,7 @@ def test_a_run_name_is_one_folder(name, tmp_path):
     settings = load_config("demo", [f"run.dir={tmp_path}/runs"])
     run = settings.run.model_copy(update={"name": name})
     with pytest.raises(UserError, match=r"run\.name"):
-        RunDirectory.create(settings.model_copy(update={"run": run}), {})
+        RunWriter.create(settings.model_copy(update={"run": run}), {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -87,5 +87,5 @@ def test_a_run_directory_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "runs" / "linked").symlink_to(outside)
     settings = load_config("demo", [f"run.dir={tmp_path}/runs", "run.name=linked"])
     with pytest.raises(UserError, match="is a link to"):
-        RunDirectory.create(settings, {})
+        RunWriter.create(settings, {})
     assert list(Path(outside).iterdir()) == []

@@ -39,6 +39,7 @@ from jetrl.runs.format import visible
 from jetrl.runs.overview import compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.report import _sample
 from jetrl.runs.schemas import record_of
+from jetrl.runs.writer import RunWriter
 from jetrl.session.checkpoints import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
@@ -198,7 +199,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps, as jetrl writes it."""
     folder = tmp_path_factory.mktemp("runs")
     chosen = load_config("demo", [f"run.dir={folder}", "run.name=whole"])
-    run = RunDirectory.create(chosen, PrecisionPlan.preset("unified").to_dict())
+    run = RunWriter.create(chosen, PrecisionPlan.preset("unified").to_dict())
     with run, run.attempt(["jetrl", "train"], {"device": "cpu"}):
         status = StatusFile(run.path)
         run.write_rollouts(1, [SAMPLE])

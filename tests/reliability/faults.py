@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jetrl.runs.directory
 import jetrl.runs.storage
 from jetrl.session import Session
 from jetrl.training.optimizer import Optimizer
@@ -79,8 +78,8 @@ POINTS: dict[str, Point] = {
     "in the held-out evaluation": ("jetrl.session.session:evaluate", BEFORE),
     "in a supervised update": ("jetrl.training.sft:SftTrainer.step", BEFORE),
     "after a supervised update": ("jetrl.training.sft:SftTrainer.step", AFTER),
-    "before a rollouts file": ("jetrl.runs.directory:write_jsonl", BEFORE),
-    "after a rollouts file": ("jetrl.runs.directory:write_jsonl", AFTER),
+    "before a rollouts file": ("jetrl.runs.writer:write_jsonl", BEFORE),
+    "after a rollouts file": ("jetrl.runs.writer:write_jsonl", AFTER),
     "in the middle of a metrics line": ("jetrl.runs.storage:JsonlWriter.write", half_a_line),
     "after a metrics line": ("jetrl.runs.storage:JsonlWriter.write", AFTER),
     "checkpoint, half a file": ("jetrl.training.checkpoint_files:write_tensors", half_a_file),
@@ -91,12 +90,9 @@ POINTS: dict[str, Point] = {
     "checkpoint, before older ones go": ("jetrl.training.checkpoint:Checkpoints._prune", BEFORE),
     "checkpoint, while it is copied": ("jetrl.training.checkpoint:Snapshot.copied", BEFORE),
     "resuming, after the weights": ("jetrl.training.checkpoint:Checkpoints.load", AFTER),
-    "resuming, while lines are cut off": (
-        "jetrl.runs.directory:RunDirectory.truncate_after",
-        AFTER,
-    ),
+    "resuming, while lines are cut off": ("jetrl.runs.writer:RunWriter.truncate_after", AFTER),
     "making the run directory": ("jetrl.runs.attempts:RunLock.__init__", BEFORE),
-    "writing its settings": ("jetrl.runs.directory:write_atomically", AFTER),
+    "writing its settings": ("jetrl.runs.writer:write_atomically", AFTER),
     "exporting the model": ("jetrl.models.hf_save:publish_directory", BEFORE),
     "writing the report": ("jetrl.session.training_run:write_report", BEFORE),
 }
@@ -110,7 +106,7 @@ ONCE = {
 
 DISK_POINTS: dict[str, Point] = {
     "disk full in a metrics line": ("jetrl.runs.storage:JsonlWriter.write", half_a_line),
-    "disk full in a rollouts file": ("jetrl.runs.directory:write_jsonl", BEFORE),
+    "disk full in a rollouts file": ("jetrl.runs.writer:write_jsonl", BEFORE),
     "disk full in a checkpoint": ("jetrl.training.checkpoint_files:write_tensors", half_a_file),
 }
 

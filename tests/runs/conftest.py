@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import eval_metric
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import Settings, load_config
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, StepStats
 
@@ -80,12 +80,12 @@ def synthetic() -> SimpleNamespace:
 
 
 @pytest.fixture
-def create(tmp_path: Path) -> Callable[..., RunDirectory]:
+def create(tmp_path: Path) -> Callable[..., RunWriter]:
     """Creates or resumes a run directory in tmp_path."""
 
-    def make(*overrides: str, resume: bool = False, **plan: object) -> RunDirectory:
+    def make(*overrides: str, resume: bool = False, **plan: object) -> RunWriter:
         settings = settings_for(tmp_path, "demo", *overrides)
-        return RunDirectory.create(settings, {**PLAN, **plan}, resume=resume)
+        return RunWriter.create(settings, {**PLAN, **plan}, resume=resume)
 
     return make
 
@@ -104,7 +104,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         overrides = ("train.lr=1e-3", "task=arithmetic", f"loop.steps={steps}")
         settings = settings_for(tmp_path / "runs", name, *overrides)
-        with RunDirectory.create(settings, PLAN) as run:
+        with RunWriter.create(settings, PLAN) as run:
             with run.attempt(["jetrl", "train", "recipes/demo.toml"], {"device": "CPU"}) as attempt:
                 for k in range(1, sft + 1):
                     run.write_step(StepStats(k, {"sft/loss": 3 * math.exp(-k / 20)}), phase="sft")

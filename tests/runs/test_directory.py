@@ -14,7 +14,8 @@ import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.directory import RunDirectory, check_start
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, StepStats, Turn
 
@@ -23,7 +24,7 @@ REWARD = {"reward/mean": 0.5}
 
 def test_layout_and_settings_read_back(tmp_path, synthetic):
     settings = synthetic.settings_for(tmp_path, "demo", "train.lr=3e-5", "rollout.stop=['\\n']")
-    with RunDirectory.create(settings, synthetic.PLAN) as run:
+    with RunWriter.create(settings, synthetic.PLAN) as run:
         assert load_config(run.path / "config.toml") == settings
         assert run.plan() == synthetic.PLAN
         assert run.checkpoints_dir.is_dir()
@@ -39,8 +40,6 @@ def test_a_name_in_use_nothing_to_resume_and_another_plan_are_refused(tmp_path, 
         create()
     with pytest.raises(UserError, match=r"another precision plan \(kv: \w+ there, \w+ here\)"):
         create(resume=True, kv="bf16")
-    with pytest.raises(ValueError, match="reading only"):
-        RunDirectory.open(tmp_path / "demo").write_step(StepStats(1, {}))
     with pytest.raises(UserError, match="no such run directory"):
         RunDirectory.open(tmp_path / "other")
     with pytest.raises(UserError, match="not a run directory"):
@@ -192,10 +191,10 @@ def test_killed_run_is_interrupted_and_the_package_needs_no_torch(tmp_path):
     program = f"""
 import os, signal, sys
 from jetrl.settings.loading import load_config
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.writer import RunWriter
 assert "torch" not in sys.modules
 settings = load_config(None, ["run.dir={tmp_path}", "run.name=demo"])
-run = RunDirectory.create(settings, {{}})
+run = RunWriter.create(settings, {{}})
 with run.attempt(["jetrl", "train"]):
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -270,7 +269,7 @@ def test_a_run_does_not_write_settings_that_it_cannot_read(create, tmp_path):
             create(*overrides, **plan)
         settings = load_config(None, [*overrides, f"run.dir={tmp_path}", "run.name=x"])
         with pytest.raises(UserError, match=words):
-            RunDirectory.check(settings, plan, resume=False)
+            check_start(settings, plan, resume=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,11 +14,12 @@ from rich.console import Console
 from jetrl.cli.doctor import run_checks
 from jetrl.cli.main import main
 from jetrl.errors import UserError
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.directory import RunDirectory, check_start
 from jetrl.runs.format import count, duration, number, percent, visible
 from jetrl.runs.overview import compare_runs, list_runs, runs_table, show_run
 from jetrl.runs.plots import plot_runs
 from jetrl.runs.report import write_report
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import load_config
 
 ODD_NAME = "eval/\x1b]0;title\x07\u202e[red]x[/red]/mean"
@@ -95,9 +96,9 @@ def test_a_pipe_in_its_place_is_refused_and_not_opened(folder, name):
     plan = RunDirectory.open(run).plan()
     for resume in (True, False):
         with pytest.raises(UserError, match=rf"one/{name}: a pipe, .*; delete it, or"):
-            RunDirectory.check(settings, plan, resume)
+            check_start(settings, plan, resume)
         with pytest.raises(UserError, match=rf"one/{name}: a pipe, .*; delete it, or"):
-            RunDirectory.create(settings, plan, resume=resume)
+            RunWriter.create(settings, plan, resume=resume)
 
 
 def test_measures_that_are_not_finite_or_huge_are_shown(folder):

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import visible
 from jetrl.runs.report import write_report
+from jetrl.runs.writer import RunWriter
 from jetrl.types import StepStats
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
@@ -121,5 +121,5 @@ def test_an_answer_is_shown_as_people_write_it_and_how_to_read_it(make_run, undr
     page = Page(path).source
     assert '<p class="readable">20 + 5 = &lt;25&gt;</p>' in page
     assert "In this task" not in page
-    RunDirectory(path).write_reading("answers are written backwards: <52>")
+    RunWriter(path).write_reading("answers are written backwards: <52>")
     assert "In this task answers are written backwards: &lt;52&gt;." in Page(path).source

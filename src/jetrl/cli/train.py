@@ -118,7 +118,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
     A resume reads the run's own config.toml, and reports recipe settings that differ from it.
     """
-    from jetrl.runs.directory import RunDirectory
+    from jetrl.runs.directory import settings_of_resume
     from jetrl.settings.loading import load_config, named
 
     overrides = [word for word in words if "=" in word]
@@ -141,7 +141,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
         unused = _unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
         if unused and launched_rank() == 0:
             tell(unused)
-        settings = RunDirectory.settings_of_resume(settings)
+        settings = settings_of_resume(settings)
     return settings
 
 
@@ -326,7 +326,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     """Yield settings and plans; raise UserError if the run would be rejected."""
     from jetrl.memory.fitting import shown
     from jetrl.precision.plan import PrecisionPlan, plan_table
-    from jetrl.runs.directory import RunDirectory
+    from jetrl.runs.directory import check_start
     from jetrl.session.open import TrainingContext, check_pairs, check_run
     from jetrl.settings.loading import to_toml
 
@@ -355,7 +355,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
     if unread:
         yield f"# not checked: {', '.join(unread)}"
-    RunDirectory.check(settings, plan.to_dict(), resume)  # last, after the plans are printed
+    check_start(settings, plan.to_dict(), resume)  # last, after the plans are printed
 
 
 def _of_gpus(args: argparse.Namespace, machine: Machine) -> str:

@@ -1,7 +1,7 @@
 """Console output of a rank. Does not import torch.
 
 Only rank 0 writes to the console. Output of other ranks is dropped until the run directory has a
-log for it (runs/follower.py).
+log for it (runs/writer.py).
 """
 
 from __future__ import annotations

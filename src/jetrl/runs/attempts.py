@@ -16,8 +16,8 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,7 @@ from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.files import checked, open_regular, read_bytes
 from jetrl.runs.format import visible
 from jetrl.runs.schemas import ATTEMPT_LINE, STATUS, EndState, Status
-from jetrl.runs.storage import read_jsonl, storing
+from jetrl.runs.storage import JsonlWriter, read_jsonl, repair_jsonl, storing
 
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
 
@@ -213,19 +213,24 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
         handler.close()
 
 
+def write_attempt(path: Path, record: Mapping[str, Any]) -> None:
+    """Append the start or the end of an attempt to attempts.jsonl."""
+    file = path / "attempts.jsonl"
+    with storing(file):
+        repair_jsonl(file, ATTEMPT_LINE)
+        with closing(JsonlWriter(file)) as writer:
+            writer.write(record)
+
+
 @contextmanager
 def attempt_logged(
-    path: Path,
-    write: Callable[[dict[str, Any]], None],
-    command: Sequence[str],
-    notes: Mapping[str, str],
-    remarks: Sequence[str],
+    path: Path, command: Sequence[str], notes: Mapping[str, str], remarks: Sequence[str]
 ) -> Iterator[Attempt]:
     """Record an attempt: its start, its end, and its log in path/log.txt."""
     attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
     named = {"command": attempt.command, "versions": attempt.versions, "notes": attempt.notes}
     process = {"pid": os.getpid(), "host": platform.node()}
-    write({"event": "start", "time": attempt.started, **named, **process})
+    write_attempt(path, {"event": "start", "time": attempt.started, **named, **process})
     with logging_to(path / "log.txt", attempt, remarks):
         try:
             with end_of_attempt(attempt):
@@ -234,7 +239,7 @@ def attempt_logged(
             # On a full disk, raise only the error that ended the run.
             end = {"time": attempt.ended, "state": attempt.state, "reason": attempt.reason}
             try:
-                write({"event": "end", **end})
+                write_attempt(path, {"event": "end", **end})
             except StorageError as error:
                 if attempt.state == "finished":
                     raise

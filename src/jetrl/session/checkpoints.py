@@ -31,8 +31,8 @@ from jetrl.files import Count, Finite, Seed, Step, Stored, checked
 from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
-from jetrl.runs.directory import RunDirectory
 from jetrl.runs.storage import storing
+from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import Settings
 from jetrl.training.checkpoint import Background, Checkpoints, Loaded, Snapshot
 from jetrl.training.extras import Learner
@@ -151,7 +151,7 @@ class RunCheckpoints:
     before the first one.
     """
 
-    def __init__(self, run: RunDirectory, settings: Settings) -> None:
+    def __init__(self, run: RunWriter, settings: Settings) -> None:
         self._run, self._settings = run, settings.checkpoint
         self._seed = settings.run.seed
         self._evaluates = settings.eval.every > 0

@@ -29,7 +29,7 @@ from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import check_room, too_small
-from jetrl.runs.directory import RunDirectory
+from jetrl.runs.directory import check_start
 from jetrl.runs.trackers import check_trackers
 from jetrl.session.building import (
     Reward,
@@ -289,7 +289,7 @@ def _check_place(
         return
 
     def check() -> None:
-        RunDirectory.check(settings, plan.to_dict(), resume)
+        check_start(settings, plan.to_dict(), resume)
         run = Path(settings.run.dir) / str(settings.run.name)
         if resume and Checkpoints(run / "checkpoints").steps():
             check_kept(settings, run / "reference")

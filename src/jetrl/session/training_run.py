@@ -17,13 +17,13 @@ from jetrl.memory.fitting import shown
 from jetrl.memory.plan import GIB
 from jetrl.precision.plan import words_of
 from jetrl.runs.attempts import StatusFile
-from jetrl.runs.directory import RunDirectory
-from jetrl.runs.follower import FOLDER, open_run_directory
+from jetrl.runs.directory import settings_of_resume
 from jetrl.runs.history import summary_of
 from jetrl.runs.report import write_report
 from jetrl.runs.schemas import Phase
 from jetrl.runs.storage import storing
 from jetrl.runs.trackers import Trackers, open_trackers
+from jetrl.runs.writer import FOLDER, open_run_directory
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Display, MemoryPeaks, Phases
@@ -40,8 +40,9 @@ _SETTLE_S = 5.0  # to complete a multi-rank checkpoint after an error on one ran
 
 def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
     """Return the settings of an attempt; a resumed run uses its own, plus overrides."""
-    own = RunDirectory.settings_of_resume
-    return world().from_first("the run's settings", lambda: own(settings)) if resume else settings
+    if not resume:
+        return settings
+    return world().from_first("the run's settings", lambda: settings_of_resume(settings))
 
 
 class TrainingRun:
