@@ -38,12 +38,13 @@ import transformers  # noqa: F401
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = ["training/test_objectives.py", "training/test_formulas.py"]
 TRAINER = ["training/test_trainer.py", "training/test_memory.py"]
+SCHEDULER = ("scheduler", "add_and_cancel", "partial", "engine")
 TARGETS = {
     "training/packing": ["training/test_packing.py", "training/test_stems.py", *TRAINER],
     "training/advantages": ["training/test_advantages.py", "training/test_formulas.py"],
     "training/objectives": OBJECTIVES,
     "training/micro_batches": ["training/test_micro_batches.py", *TRAINER, OBJECTIVES[0]],
-    "rollout/scheduler": [f"rollout/test_{name}.py" for name in ("scheduler", "partial", "engine")],
+    "rollout/scheduler": [f"rollout/test_{name}.py" for name in SCHEDULER],
 }
 SPARE_S = 20.0  # seconds that a mutant may take beyond three times the unchanged tests
 

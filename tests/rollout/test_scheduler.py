@@ -80,6 +80,7 @@ class Simulation:
             step = self.in_flight[0][0]
             self.scheduler.complete(*self.in_flight.pop(0))
         for sequence in self.scheduler.sequences:
+            assert self.in_flight or sequence.num_pending == sequence.num_extra == 0
             if sequence.awaiting and not sequence.num_pending:
                 self.reply(sequence)
         tables = [s.pages for s in self.scheduler.sequences if s.pages]
@@ -280,6 +281,27 @@ def test_a_load_on_the_fewest_pages_preempts_and_close_frees_them():
     assert simulation.scheduler.allocator.num_used > 0
     simulation.scheduler.close()
     assert simulation.scheduler.allocator.num_used == 0
+
+
+def test_accepted_drafts_are_not_computed_again():
+    simulation = simulate([5, 9], n=2, max_tokens=30, width=8, stop_chance=0.0)
+    simulation.run()
+    assert [step.decodes for step in simulation.steps].count(False) == 1, "the prompts, once"
+    assert simulation.steps[1].width == 8
+
+
+def test_a_cancelled_sequence_gives_back_its_share_of_the_prompt():
+    """It waits with its prompt's pages; the next of its group must not be taken for it."""
+    simulation = simulate([7], n=3, max_tokens=3, batch=1, stop_chance=0.0)
+    simulation.step()
+    first, second, third = simulation.scheduler.sequences
+    assert first in simulation.scheduler.running
+    assert second.pages
+    simulation.scheduler.cancel(second.index)
+    assert second.pages == []
+    simulation.run()
+    assert [len(s.generated) for s in (first, second, third)] == [3, 1, 3]
+    assert simulation.scheduler.finished_tokens == 7
 
 
 def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_allow():
