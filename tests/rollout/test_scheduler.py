@@ -291,7 +291,6 @@ def test_accepted_drafts_are_not_computed_again():
 
 
 def test_a_cancelled_sequence_gives_back_its_share_of_the_prompt():
-    """It waits with its prompt's pages; the next of its group must not be taken for it."""
     simulation = simulate([7], n=3, max_tokens=3, batch=1, stop_chance=0.0)
     simulation.step()
     first, second, third = simulation.scheduler.sequences

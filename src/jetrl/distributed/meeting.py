@@ -106,7 +106,7 @@ class Meeting:
         return _common(messages, own=message)
 
     def confirm_printed(self) -> None:
-        """Tell ending ranks that rank 0 has printed their messages."""
+        """Tell exiting ranks that rank 0 has printed their messages."""
         self._records.set(_PRINTED, "yes")
         ending = [rank for rank in range(1, self.size) if self._records.check([f"end {rank}"])]
         self._wait_for([f"heard {rank}" for rank in ending])  # this process may host the store

@@ -54,7 +54,7 @@ class _Fused(Protocol):
 class _Attention(Protocol):
     """Attention, starting from qkv; decode, prefill and training are bitwise consistent."""
 
-    SPLIT_KEYS: int  # keys per split, unless the precision plan sets another number
+    SPLIT_KEYS: int  # default keys per split; the precision plan can override it
 
     def qk_norm_rotary_cache(
         self, qkv: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,

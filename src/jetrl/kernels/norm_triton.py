@@ -296,7 +296,7 @@ def _backward_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Write dx of rows_per_program rows, and dW per program, float32 [programs, WIDTH]."""
+    """Write dx for rows_per_program rows, and dW of each program, float32 [programs, WIDTH]."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
@@ -544,7 +544,7 @@ def _check(x: Tensor, weight: Tensor, other: Tensor | None) -> None:
 
 _BLOCK_ROWS = 128
 _PIECES = 32  # programs per block of rows, so that a few blocks fill a GPU
-_BLOCK = 2048  # elements per iteration of a program
+_BLOCK = 2048  # elements per program and iteration
 
 
 @triton.jit

@@ -114,8 +114,8 @@ def _inverse_root(x):
 @gluon.jit
 def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
     """Return 1 / rms per head, float32 [heads], by the operations of `norm_triton`."""
-    # On the grid of the head maximum, squares are integers and their sum is exact. The exponent
-    # field of the factor is 272 minus that of the maximum, clamped to normal numbers.
+    # Scale the head so that rounding to integers makes the sum of squares exact. Exponent field of
+    # the factor: 272 minus the exponent field of the maximum, clamped to normal numbers.
     amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(272 - (amax_bits >> 23), 1), 254)
     factor = (exponent << 23).to(gl.float32, bitcast=True)

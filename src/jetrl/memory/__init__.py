@@ -1,1 +1,1 @@
-"""The memory of a run: planned before anything is loaded, and measured during the run."""
+"""Memory planning, before anything is loaded, and measurement during a run."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Tokens of context that a forward over several prompts reads, for each prompt token of its own.
 CONTEXT_TOKENS = 64
-# Left free on a GPU for the forwards over prompts and the captured graphs of decode: bytes, and at
-# most this share of the free memory.
+# GPU memory reserved for prefill and for CUDA graphs of decode: bytes, capped at this fraction of
+# the free memory.
 _GPU_LEFT, _GPU_LEFT_SHARE = 4 * 2**30, 0.2
 
 

@@ -12,7 +12,7 @@ micro-batches:
         exchange                             own rows of every rank's product arrive
         add_products                         sum of own rows + product of rank 0 + of rank 1 + ...
 
-All ranks call collectives in the order of backward, including ranks without a micro-batch. The
+All ranks call collectives in backward order, including ranks without a micro-batch. The
 embedding's gradient is exchanged as tokens and BF16 rows. Vectors, and matrices of less than one
 block of rows, are whole on every rank.
 """
@@ -326,7 +326,7 @@ class OrderedGradients(Gradients):
         super().__init__()
         self._masters = masters
         self._shards: dict[Tensor, Shard] = {masters[name]: shard for name, shard in shards.items()}
-        self._stages: deque[_Stage] = deque()  # in the order of backward
+        self._stages: deque[_Stage] = deque()  # in backward order
         self._sums = _OwnSums(world.rank)
         self._autograd_sums = _AutogradSums([])
         self._num_tokens: Sequence[int] = ()  # of the micro-batch of each rank that has one

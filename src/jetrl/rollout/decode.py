@@ -429,7 +429,7 @@ class DecodeBatch:
         for index in [index for index in self._resident if index not in indices]:
             self._free.append(self._resident.pop(index).slot)
         rows: list[int] = []
-        # Write the state of new sequences, and new pages of all.
+        # Collect new sequences to initialize, and newly allocated pages for every sequence.
         arrived: list[tuple[int, RunningSequence, int]] = []
         pages: list[tuple[int, int]] = []
         for chunk, sequence in zip(step.chunks, running, strict=True):

@@ -188,8 +188,8 @@ class Generation:
         rate = tokens / seconds if seconds > 0 else 0.0
         total = len(scheduler.sequences)
         done = scheduler.num_finished
-        # Short sequences finish first, so their mean length says little. If every token ends its
-        # sequence with the same probability, done / tokens, each has tokens / done more to come.
+        # Short sequences finish first, so their mean length is biased. If each token ends its
+        # sequence with probability done / tokens, a sequence has tokens / done left on average.
         room = (total - done) * max_tokens - (tokens - scheduler.finished_tokens)
         left = min(room, (total - done) * tokens / done) if done else room
         return Progress(
@@ -334,7 +334,7 @@ class RolloutEngine:
         system_prompt: str | None = None,
         options: GenerateOptions | None = None,
     ) -> list[Completion]:
-        """Draw params.n completions of each prompt.
+        """Sample params.n completions for each prompt.
 
         If the call raises, even KeyboardInterrupt, all pages are freed and the engine can be used
         again.

@@ -131,7 +131,7 @@ class Scheduler:
         # computed tokens are pre-empted too.
         self._evicted: list[RunningSequence] = []
         self._preempted: list[int] = []
-        # Sequences that ended since `take_ended` was called.
+        # Sequences that finished since the last call to `take_ended`.
         self._ended: list[int] = []
         # Steps over prompts whose draws have not arrived.
         self._prompts_pending = 0

@@ -56,7 +56,7 @@ class HeadDrafts:
         self.head = head
         device = head.policy.device
         size = head.policy.config.hidden_size
-        # Per slot, the hidden state of the last draw [S, D], and int32 [S], 1 if it is set.
+        # Per slot: hidden state of the last sampled token, [S, D], and a valid flag, int32 [S].
         # `_on` is 1 once the head has been trained.
         self._hidden = torch.zeros(slots, size, dtype=head.policy.weights.dtype, device=device)
         self._ready = torch.zeros(slots, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The verbs of the training loop.
+"""The operations of a step of the training loop.
 
 A session opens everything that a run needs, resumes from the last intact checkpoint if asked to,
 and closes everything with a report. Randomness depends only on seed, step and prompt, so a resumed

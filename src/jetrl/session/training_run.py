@@ -66,7 +66,7 @@ class TrainingRun:
         earlier_s = world().from_first(
             "the time of earlier attempts", lambda: self.directory.history().elapsed_s
         )
-        # Earlier attempts count toward the shown hours, but not toward run.max_hours.
+        # Earlier attempts count toward the displayed hours, but not toward run.max_hours.
         self.stops = StopSignals(self.settings.run.max_hours, earlier_s, began)
         self.display = Display(self.settings.loop.steps, lambda: self.stops.elapsed_s)
         self.memory_peaks = MemoryPeaks(context.model.device)

@@ -649,7 +649,7 @@ def _number(expression: Any) -> Any:
 
 
 def _equations_differ(gold: Any, answer: Any) -> bool:
-    """Return True if two equations without a solution differ."""
+    """Return True if neither of two different equations has a solution."""
     sympy = _sympy()
     try:
         solved = sympy.solve(gold, *gold.free_symbols) if gold.free_symbols else []

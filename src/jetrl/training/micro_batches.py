@@ -118,7 +118,7 @@ class MicroBatchSize:
 
     @classmethod
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
-        """Return the initial limit: the setting, or `planned` tokens if fewer."""
+        """Return the initial limit: the setting, capped at `planned` tokens."""
         size = cls(settings.tokens_per_micro_batch)
         fitting = size.tokens if planned is None else min(size.tokens, planned)
         size.tokens = agree(LARGEST_SIZE, fitting)

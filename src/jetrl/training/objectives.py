@@ -392,7 +392,7 @@ def _piece(
 
 
 def load_algorithm(name: str) -> algorithms.Algorithm:
-    """Return the algorithm at `file.py:name`; errors in the file become UserError with the line.
+    """Load the algorithm given as `file.py:name`; errors in the file are UserErrors.
 
     The object is an `Algorithm`, or a loss function of (Tokens, **options), which is combined with
     group advantages and token-mean aggregation.

@@ -117,7 +117,7 @@ class PromptInputs:
         return replace(self, token_ids=self.token_ids[:num_tokens])
 
 
-# Scalars and arrays of NumPy and torch become Python's: a tensor is equal to no token id.
+# NumPy and torch values become Python values: comparing a token id with a tensor would not work.
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("n", "max_tokens", "top_k", "seed"), ("an integer", operator.index)),
     **dict.fromkeys(("temperature", "top_p"), ("a number", lambda value: float(+value))),

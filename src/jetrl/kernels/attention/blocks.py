@@ -149,8 +149,8 @@ def attend_whole_blocks(
             e, m, total, decay = _softmax(
                 s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE
             )
-            # The product reads the registers of the weights until here. Carrying a product into the
-            # next iteration would make ptxas serialize all of them.
+            # The PV wgmma reads the registers of p until this wait. A wgmma left in flight across
+            # iterations would make ptxas serialize all of them.
             acc, p = warpgroup_mma_wait(0, deps=(sums, p))
             release_block(ring, before)
             acc = _rescale(acc, decay)

@@ -346,7 +346,7 @@ def _launch(
     states = splits if splits > 1 else 0
     part = q.new_empty(rows, states, heads, head_dim, dtype=torch.float32)
     state = q.new_empty(rows, states, heads, 2, dtype=torch.float32)
-    # Queries per warp: their heads fill at most 16 columns.
+    # Queries per warp, so that queries * heads per group fit in 16 MMA columns.
     in_tile = min(width, max(1, 16 // group))
     tiles = -(-width // in_tile)
     counts, first, keys = lengths, lengths, lengths

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-TRITONS_OWN = 512  # maximum bytes that Triton itself uses: arguments of warp partitions, padding
+TRITONS_OWN = 512  # upper bound on Triton's own use: warp-partition arguments, padding
 BARRIER = 8  # bytes
 _OF_SYSTEM = 1024  # bytes that the system reserves per program
 

@@ -266,7 +266,7 @@ class Scorer:
             raise
 
     def drop_turns(self) -> None:
-        """Cancel pending turns; end the workers that run one."""
+        """Cancel pending turns and stop the workers that run them."""
         self._forget(set(self._turns))
 
     def _forget(self, tickets: set[int]) -> None:
