@@ -127,4 +127,4 @@ def test_a_step_in_which_every_reply_is_half_a_character_does_not_end_the_run(
         assert line["reward/unusable_replies"] == line["reward/failures"] == 4
         assert line["reward/mean"] == 0
     assert "half of a character" in run.rollouts(2)[0]["failure"]
-    assert "4 completions not scored; the first: the reply" in run.log_file.read_text()
+    assert "4 completions not scored; the first: the reply" in (run.path / "log.txt").read_text()
