@@ -23,14 +23,23 @@ the accuracy at which supervised training ends.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from jetrl.errors import UserError
+from jetrl.settings.section import Share  # noqa: F401  (annotates `MadeUp.mistakes`)
+from jetrl.tasks.base import check_values
 from jetrl.tasks.toys import MadeUp
 from jetrl.types import Prompt, Score
 
 LETTERS = "abcdef"
+
+Digits = Annotated[int, Field(ge=2, le=40)]
+Rounds = Annotated[int, Field(ge=1, le=99)]
+Variables = Annotated[int, Field(ge=2, le=len(LETTERS))]
+NumPrompts = Annotated[int, Field(ge=1, le=10**7)]
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,13 @@ class WrittenOut(MadeUp):
     first, and training leaves its problems out.
     """
 
-    size: int = 10_000
-    test_size: int = 500
+    size: NumPrompts = 10_000
+    test_size: NumPrompts = 500
     reward: Literal["answer", "steps"] = "answer"
 
     def __post_init__(self) -> None:
+        check_values(type(self), {field.name: getattr(self, field.name) for field in fields(self)})
         super().__post_init__()
-        if self.reward not in ("answer", "steps"):
-            raise UserError(f"task.options.reward = {self.reward!r}: give 'answer' or 'steps'")
 
     def check_size(self, num_problems: int) -> None:
         """Raise `UserError` for more prompts than half of all problems of their kind."""
@@ -149,7 +157,7 @@ class Multiplication(WrittenOut):
 
     name = "multiplication"
     alphabet = "0123456789*=,:;"
-    digits: int = 3  # 2 to 40
+    digits: Digits = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,8 +212,8 @@ class Program(WrittenOut):
     """
 
     name = "program"
-    rounds: int = 2  # 1 to 99
-    variables: int = 3  # 2 to 6
+    rounds: Rounds = 2
+    variables: Variables = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 Every operation has a reference in plain PyTorch, which is its specification and runs on a CPU. A
 GPU has two tables of kernels: `Arithmetic` for this package, `kernels.backend.Kernels` for other
 packages. A table is a module with these names. Public operations look up the table of their
-tensor's device; it is imported on first use, since Triton is not installed without a GPU.
+tensor's device; it is imported on first use, since a machine without a GPU may lack Triton.
 
 No other code depends on the kind of GPU. To support a new one, add a record to `BACKENDS` with two
 tables of kernels; some kernels may be those of Hopper. A table must have every name, including
