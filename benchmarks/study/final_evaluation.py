@@ -32,8 +32,8 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.session.evaluate import evaluate_model
 from jetrl.settings.loading import Settings, load_config
 from jetrl.tasks import Scorer, build_task
-from jetrl.training.checkpoint import Checkpoints
-from jetrl.training.checkpoint_files import StoredTensors
+from jetrl.training.checkpoint import CheckpointFolder
+from jetrl.training.checkpoint_files import StoredTensors, masters_of
 from jetrl.types import SamplingParams
 
 MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them
@@ -41,7 +41,7 @@ MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer 
 
 def has_weights(run: Path) -> bool:
     """Return whether a run has weights to evaluate."""
-    steps = Checkpoints(run / "checkpoints").steps()
+    steps = CheckpointFolder(run / "checkpoints").steps()
     return bool(steps) or (run / "model" / "config.json").is_file() or is_adapter(run / "model")
 
 
@@ -52,7 +52,7 @@ def sha256_of_weights(run: Path) -> str:
     left.
     """
     location = find_model(run)
-    masters = Checkpoints.masters(location.path)
+    masters = masters_of(location.path)
     if masters is None:
         return ""
     stored, digest = StoredTensors(masters), hashlib.sha256()

@@ -43,7 +43,7 @@ from jetrl.runs.writer import RunWriter
 from jetrl.session.checkpoints import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
-from jetrl.training.checkpoint_files import fingerprint
+from jetrl.training.checkpoint_files import check_intact, fingerprint
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, StepStats
 
 CASES = int(os.environ.get("JETRL_FUZZ_CASES", "100"))
@@ -352,7 +352,7 @@ def test_state(checkpoint: Path, data: bytes) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
     survives(
         checkpoint,
-        lambda: Checkpoints.check(checkpoint),
+        lambda: check_intact(checkpoint),
         lambda: Checkpoints(checkpoint.parent, keep_best=1)._score(3),
     )
 
@@ -370,7 +370,7 @@ def test_manifest(checkpoint: Path, data: st.DataObject) -> None:
     (checkpoint / "manifest.json").write_bytes(data.draw(file_of(manifest_of(checkpoint))))
     survives(
         checkpoint,
-        lambda: Checkpoints.check(checkpoint),
+        lambda: check_intact(checkpoint),
         lambda: Checkpoints(checkpoint.parent).latest(),
     )
 
@@ -460,7 +460,7 @@ def test_what_jetrl_writes_is_taken(whole: Path, checkpoint: Path, tmp_path: Pat
         read()
     (checkpoint / "state.json").write_text(json.dumps(STATE))
     (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
-    Checkpoints.check(checkpoint)
+    check_intact(checkpoint)
     for config in (HF_CONFIG, LLAMA3):
         (tmp_path / "config.json").write_text(json.dumps(config))
         hf.model_config(tmp_path)

@@ -42,7 +42,8 @@ from torch.distributed import TCPStore
 
 from jetrl.distributed.peers import peers
 from jetrl.distributed.process_group import FILES
-from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint import CheckpointFolder
+from jetrl.training.checkpoint_files import check_intact
 
 LIMIT_S = 10.0  # from the end of one rank to the end of all
 RUN_LIMIT_S = 240.0  # kernels may have to be compiled
@@ -236,9 +237,9 @@ def problems_of(fault: Fault, ended: Ended, gone_s: float, place: str, run: Path
         problems.append(f"the console names {[text[:200] for text in named]}, and not {phase!r}")
     if ended.console.count("stopped:") + ended.console.count("Traceback") != 1:
         problems.append("the console does not have one message")
-    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints = CheckpointFolder(run / "checkpoints")
     for step in checkpoints.steps():
-        Checkpoints.check(checkpoints.path(step))
+        check_intact(checkpoints.path(step))
     return problems
 
 

@@ -86,8 +86,14 @@ POINTS: dict[str, Point] = {
     "checkpoint, after a file": ("jetrl.training.checkpoint_files:write_tensors", AFTER),
     "checkpoint, before the manifest": ("jetrl.training.checkpoint_files:fingerprint", BEFORE),
     "checkpoint, before its rename": ("jetrl.training.checkpoint_files:sync", BEFORE),
-    "checkpoint, after its rename": ("jetrl.training.checkpoint:Checkpoints._put_in_place", AFTER),
-    "checkpoint, before older ones go": ("jetrl.training.checkpoint:Checkpoints._prune", BEFORE),
+    "checkpoint, after its rename": (
+        "jetrl.training.checkpoint:CheckpointFolder.put_in_place",
+        AFTER,
+    ),
+    "checkpoint, before older ones go": (
+        "jetrl.training.checkpoint:CheckpointFolder.prune",
+        BEFORE,
+    ),
     "checkpoint, while it is copied": ("jetrl.training.checkpoint:Snapshot.copied", BEFORE),
     "resuming, after the weights": ("jetrl.training.checkpoint:Checkpoints.load", AFTER),
     "resuming, while lines are cut off": ("jetrl.runs.writer:RunWriter.truncate_after", AFTER),

@@ -24,7 +24,8 @@ from jetrl.session import source
 from jetrl.session import stop_signals as module
 from jetrl.session.sampling import Scoring
 from jetrl.session.stop_signals import StopSignals
-from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint import CheckpointFolder, Checkpoints
+from jetrl.training.checkpoint_files import check_intact
 from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer
 
@@ -56,9 +57,9 @@ def raised_in(
 
 
 def saved(run: Path) -> list[int]:
-    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints = CheckpointFolder(run / "checkpoints")
     for step in checkpoints.steps():
-        checkpoints.check(checkpoints.path(step))
+        check_intact(checkpoints.path(step))
     return checkpoints.steps()
 
 
@@ -155,7 +156,7 @@ def test_a_signal_in_the_warm_up(
     uncut = train(small(*warm, name="uncut"))
     with raised_in(monkeypatch, SftTrainer, "step", 3, number):
         train(small(*warm))
-    assert Checkpoints(tmp_path / "run" / "checkpoints" / "sft").steps() == [2, 3]
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints" / "sft").steps() == [2, 3]
     assert same(train(small(*warm), resume=True).run_path, uncut.run_path)
 
 
@@ -199,7 +200,7 @@ def test_the_time_limit_in_the_warm_up(small: Small, tmp_path: Path) -> None:
     warm = ["sft.steps=9", "sft.until=none", "loop.steps=1", "run.max_hours=1e-9"]
     with pytest.raises(TimeLimitReached, match="go on with --resume"):
         train(small(*warm))
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "sft")
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints" / "sft")
     assert checkpoints.steps() == [1]
     words = ["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]
     assert jetrl(words) == 75

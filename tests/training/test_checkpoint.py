@@ -22,7 +22,7 @@ from jetrl.settings.loading import Settings
 from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
 from jetrl.training.checkpoint import Background, Checkpoints, model_dict
-from jetrl.training.checkpoint_files import fingerprint, is_known_by
+from jetrl.training.checkpoint_files import check_intact, fingerprint, is_known_by
 from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
@@ -190,7 +190,7 @@ def test_a_manifest_names_files_beside_it_with_sizes_and_digests(path, entries, 
     (path / "manifest.json").write_text(json.dumps(manifest | entries))
     os.mkfifo(path / "pipe")
     with pytest.raises(UserError, match=message):
-        Checkpoints.check(path)
+        check_intact(path)
 
 
 def test_a_copy_is_not_touched_by_later_updates(made, tmp_path):
@@ -308,7 +308,7 @@ def test_what_a_crash_left_is_removed_or_put_back(made, tmp_path, monkeypatch):
     assert again.latest().path.name == "step_000002"
     assert ".writing-step_000003" in names(tmp_path)  # it may be another process's, at work
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_prune", lambda *_: None)  # killed before
+        patch.setattr(Checkpoints, "prune", lambda *_: None)  # killed before
         save(again, made, 4)
     assert names(tmp_path) == ["step_000001", "step_000002", "step_000004"]
     again.tidy(2)  # the fourth was damaged

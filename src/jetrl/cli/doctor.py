@@ -303,14 +303,15 @@ def _check_progress(run: RunDirectory) -> list[Finding]:
 
 def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     """Report intact and damaged checkpoints, and how many steps a resume would repeat."""
-    from jetrl.training.checkpoint import Checkpoints
+    from jetrl.training.checkpoint import CheckpointFolder
+    from jetrl.training.checkpoint_files import check_intact
 
     damaged, whole = list[Finding](), list[str]()
     for name, folder in (("", run.checkpoints_dir), ("sft ", run.checkpoints_dir / "sft")):
-        checkpoints = Checkpoints(folder)
+        checkpoints = CheckpointFolder(folder)
         for step in checkpoints.steps():
             try:
-                Checkpoints.check(checkpoints.path(step))
+                check_intact(checkpoints.path(step))
             except UserError as error:
                 advice = "a resume skips it; delete it, or restore it from a backup"
                 if checkpoints.path(step).exists():  # an active run removes older checkpoints

@@ -148,12 +148,12 @@ def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
     """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
     from jetrl.cli.opening import open_policy
     from jetrl.models.chat_template import set_template_args
-    from jetrl.training.checkpoint import Checkpoints
+    from jetrl.training.checkpoint_files import masters_of
 
     policy = open_policy(args.model, args.plan, args.device)
     given = arguments.key_values(args.template_arg, "--template-arg")
     set_template_args(policy.tokenizer, given, "--template-arg")
-    rounded = location.run is not None and Checkpoints.masters(location.path) is None
+    rounded = location.run is not None and masters_of(location.path) is None
     if rounded and not policy.plan.reads_masters:
         print(
             f"{location.path} is rounded to BF16, and the run's last step has no checkpoint: "

@@ -23,7 +23,8 @@ from jetrl.settings.loading import Settings, load_config
 from jetrl.settings.model_sections import AdapterSettings
 from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET
-from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint import CheckpointFolder
+from jetrl.training.checkpoint_files import check_intact, masters_of, state_of
 
 
 class ModelLocation(NamedTuple):
@@ -59,12 +60,12 @@ def _policy_at(
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
     else:
         plan = PrecisionPlan.preset(preset or fallback).replace(**fields)
-    chosen, masters = choose_device(device), Checkpoints.masters(location.path)
+    chosen, masters = choose_device(device), masters_of(location.path)
     if masters is not None:
-        world().from_first("the checkpoint", lambda: Checkpoints.check(location.path))
+        world().from_first("the checkpoint", lambda: check_intact(location.path))
         settings = _settings_on(location.run, chosen)
         plan = _plan_over(settings.model.path, plan, preset)
-        state = Checkpoints.state(location.path)
+        state = state_of(location.path)
         policy = policy_of_masters(settings, plan, masters, state)
         _check_base(location.path, policy, settings.model.path)
         return policy
@@ -86,7 +87,7 @@ def _settings_on(run: Path | None, device: str) -> Settings:
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
     """Check that the adapter of a checkpoint was trained on the base that the policy has."""
-    adapter = Checkpoints.state(checkpoint)["model"].get("adapter")
+    adapter = state_of(checkpoint)["model"].get("adapter")
     if not isinstance(adapter, dict) or adapter.get("base") == policy.base_digest:
         return
     if base:
@@ -136,7 +137,7 @@ def find_model(path: Path) -> ModelLocation:
     """Return where the model of a path is; of a run it is the newest one (`_newest`)."""
     if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
-    if Checkpoints.masters(path) is not None:
+    if masters_of(path) is not None:
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
             why = "is outside its run directory, whose settings are needed"
@@ -162,9 +163,9 @@ def _newest(run: Path) -> Path:
     # an interrupted run has no model of its last steps, and checkpoints may have been deleted.
     adapted = is_adapter(run / "model")
     model = run / "model" / ("adapter_config.json" if adapted else "config.json")
-    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints = CheckpointFolder(run / "checkpoints")
     steps = checkpoints.steps()
-    masters = [checkpoints.masters(checkpoints.path(step)) for step in steps]
+    masters = [masters_of(checkpoints.path(step)) for step in steps]
     written = [place for place in (model, *masters) if place is not None and place.exists()]
     if not written:
         raise UserError(f"{run}: this run has no model and no checkpoint yet")

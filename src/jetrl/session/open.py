@@ -52,7 +52,7 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.tasks.registry import trained_on
-from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
@@ -291,7 +291,7 @@ def _check_place(
     def check() -> None:
         check_start(settings, plan.to_dict(), resume)
         run = Path(settings.run.dir) / str(settings.run.name)
-        if resume and Checkpoints(run / "checkpoints").steps():
+        if resume and CheckpointFolder(run / "checkpoints").steps():
             check_kept(settings, run / "reference")
 
     # Rank 0 checks; all ranks raise its error.

@@ -92,29 +92,16 @@ class Loaded(NamedTuple):
     ranks: int
 
 
-class Checkpoints:
-    """The checkpoints of a run; other programs may read them while they are saved.
+class CheckpointFolder:
+    """The folder of a run's checkpoints; only rank 0 may change it.
 
-    Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. Rank 0 inspects the
-    disk; if a rank fails, all ranks raise its error. `save` keeps the newest `keep_last`
-    checkpoints and the `keep_best` with the highest score. `ranks` is None for `world()`; a `write`
-    in another thread needs its own channel.
+    Other programs may read the checkpoints meanwhile. `prune` keeps the newest `keep_last` and the
+    `keep_best` with the highest score.
     """
 
-    masters, state = staticmethod(files.masters_of), staticmethod(files.state_of)
-
-    def __init__(
-        self,
-        directory: str | Path,
-        keep_last: int = 2,
-        keep_best: int = 0,
-        ranks: World | None = None,
-    ) -> None:
+    def __init__(self, directory: str | Path, keep_last: int = 2, keep_best: int = 0) -> None:
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
-        self._ranks = ranks or world()
-        # Checkpoints verified by `latest`, so that `load` need not read them twice.
-        self._verified: Path | None = None
 
     def steps(self) -> list[int]:
         """Return all steps that have a checkpoint, intact or damaged, ascending."""
@@ -124,6 +111,120 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """Return the folder for a step's checkpoint, which may not exist."""
         return self.directory / f"step_{step:06d}"
+
+    def writing_path(self, step: int) -> Path:
+        """Return the hidden folder for a step's checkpoint until it is complete."""
+        return self.directory / f"{_WRITING}{self.path(step).name}"
+
+    def newest(self) -> Latest:
+        """Return the newest intact checkpoint; UserError if all are damaged."""
+        self.put_back()
+        notes: list[str] = []
+        for step in reversed(self.steps()):
+            path = self.path(step)
+            problem = files.problem_of(path)
+            if problem is None:
+                files.state_of(path)
+                return Latest(path, notes)
+            notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
+        if notes:
+            raise UserError(
+                f"no good checkpoint in {self.directory}: {'; '.join(notes)}. Restore one from a "
+                "copy, or start a new run under another run.name"
+            )
+        raise UserError(f"no checkpoint in {self.directory}: the run ended before its first one")
+
+    def begin(self, step: int) -> None:
+        """Make the hidden folder in which the checkpoint of a step is written."""
+        if not self.directory.is_dir():
+            self.directory.mkdir(parents=True)
+            sync(self.directory.parent)
+        self.put_back()
+        self.clean()
+        self.writing_path(step).mkdir()
+
+    def put_in_place(self, step: int, state: str, written: Mapping[str, files.Fingerprint]) -> None:
+        """Complete a checkpoint and rename it into place; remove the one it replaces last."""
+        writing, target = self.writing_path(step), self.path(step)
+        files.complete_folder(writing, state, written)
+        replaced = self.directory / f"{_REPLACED}{target.name}"
+        # Move the old one away first: a rename cannot replace a non-empty folder.
+        if target.exists():
+            os.rename(target, replaced)
+        try:
+            os.rename(writing, target)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, target)
+            raise
+        sync(self.directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def put_back(self) -> None:
+        """Undo a replacement that a crash interrupted."""
+        # The old folder is complete: restore its name.
+        for entry in self._hidden(_REPLACED):
+            target = self.directory / entry.name.removeprefix(_REPLACED)
+            if not target.exists():
+                os.rename(entry, target)
+
+    def clean(self) -> None:
+        """Remove leftovers of interrupted writes."""
+        for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
+            shutil.rmtree(entry)
+
+    def _hidden(self, prefix: str) -> list[Path]:
+        return list(self.directory.glob(f"{prefix}step_*"))
+
+    def prune(self, saved: int, steps: Sequence[int]) -> None:
+        """Remove each of `steps` that is neither among the newest nor the best up to `saved`."""
+        # Ignore later steps: they are stale after a resume from an earlier one.
+        past = [step for step in self.steps() if step <= saved]
+        scores = [(score, step) for step in past if (score := self._score(step)) is not None]
+        best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
+        for step in steps:
+            if step not in past[-self.keep_last :] and step not in best:
+                # Rename first, so that concurrent readers see all of its files or none.
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(self.path(step).rename(self.writing_path(step)))
+
+    def _score(self, step: int) -> float | None:
+        """Return the score of a checkpoint, or None if it has none or is damaged."""
+        with contextlib.suppress(OSError, UserError, TypeError):  # of None
+            return float(files.state_of(self.path(step))["score"]) if self.keep_best else None
+        return None
+
+    def explain_failure(self, step: int, error: Exception) -> str:
+        """Return the message of a StorageError: why a checkpoint could not be written."""
+        reason = getattr(error, "strerror", None) or str(error)
+        kept = self.steps()
+        good = f"the last one before it is {self.path(kept[-1])}" if kept else "there is none yet"
+        return (
+            f"checkpoint {self.path(step)} could not be written: {reason} "
+            f"({free_space(self.directory)}). Nothing of it was left, earlier checkpoints are "
+            f"unchanged; {good}. Free some space and continue with --resume"
+        )
+
+
+class Checkpoints(CheckpointFolder):
+    """Saves and loads the checkpoints of a run.
+
+    Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. Rank 0 inspects the
+    disk; if a rank fails, all ranks raise its error. `ranks` is None for `world()`; a `write` in
+    another thread needs its own channel.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        ranks: World | None = None,
+    ) -> None:
+        super().__init__(directory, keep_last, keep_best)
+        self._ranks = ranks or world()
+        # Checkpoints verified by `latest`, so that `load` need not read them twice.
+        self._verified: Path | None = None
 
     def save(
         self,
@@ -183,26 +284,26 @@ class Checkpoints:
         stale after a resume from an earlier step. After a StorageError (disk full), the incomplete
         checkpoint is removed and older ones are unchanged.
         """
-        step, state, target = snapshot.step, snapshot.state, self.path(snapshot.step)
-        writing = self.directory / f"{_WRITING}{target.name}"
-        ranks = self._ranks
+        step, ranks = snapshot.step, self._ranks
         try:
             # 1. Create an empty hidden folder. 2. Write every rank's tensors. 3. Compute checksums.
             # 4. On rank 0, once everything else is on disk: state.json, manifest, rename.
-            ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
-            written = files.write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
+            ranks.from_first("the folder of a checkpoint", lambda: self.begin(step))
+            written = files.write_parts(
+                self.writing_path(step), snapshot.tensors, snapshot.shards, ranks
+            )
             end = "the end of a checkpoint"
-            ranks.from_first(end, lambda: self._put_in_place(writing, target, state, written))
+            ranks.from_first(end, lambda: self.put_in_place(step, snapshot.state, written))
         except BaseException as error:
             # Remove the incomplete checkpoint, to free its space on a full disk.
             if ranks.is_first:
-                shutil.rmtree(writing, ignore_errors=True)
+                shutil.rmtree(self.writing_path(step), ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            explain = partial(self._explain_failure, target, error)
+            explain = partial(self.explain_failure, step, error)
             raise StorageError(ranks.from_first("why a checkpoint failed", explain)) from None
-        ranks.from_first("the checkpoints to keep", lambda: self._prune(step, self.steps()))
-        return target
+        ranks.from_first("the checkpoints to keep", lambda: self.prune(step, self.steps()))
+        return self.path(step)
 
     def _check_finite(self, step: int, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise NonFiniteError if AdamW produced a NaN, which no gradient check catches."""
@@ -219,40 +320,15 @@ class Checkpoints:
                 "--resume"
             )
 
-    def _begin(self, writing: Path) -> None:
-        if not self.directory.is_dir():
-            self.directory.mkdir(parents=True)
-            sync(self.directory.parent)
-        self.put_back()
-        self._clean()
-        writing.mkdir()
-
     def latest(self) -> Latest:
         """Return the newest intact checkpoint, after verifying the checksum of every file.
 
         Raises UserError if all are damaged, with the damage of each. A newest intact checkpoint of
         another format is also an error; `latest` does not fall back to an older one.
         """
-        latest = self._ranks.from_first("the newest checkpoint", self._latest)
+        latest = self._ranks.from_first("the newest checkpoint", self.newest)
         self._verified = latest.path
         return latest
-
-    def _latest(self) -> Latest:
-        self.put_back()
-        notes: list[str] = []
-        for step in reversed(self.steps()):
-            path = self.path(step)
-            problem = files.problem_of(path)
-            if problem is None:
-                files.state_of(path)
-                return Latest(path, notes)
-            notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
-        if notes:
-            raise UserError(
-                f"no good checkpoint in {self.directory}: {'; '.join(notes)}. Restore one from a "
-                "copy, or start a new run under another run.name"
-            )
-        raise UserError(f"no checkpoint in {self.directory}: the run ended before its first one")
 
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
         """Load master weights and optimizer state bit for bit into a model.
@@ -262,7 +338,7 @@ class Checkpoints:
         # `latest` has just verified the checksums of the path that it returned.
         path, ranks = Path(path), self._ranks
         if path != self._verified:
-            ranks.from_first("whether a checkpoint is good", lambda: self.check(path))
+            ranks.from_first("whether a checkpoint is good", lambda: files.check_intact(path))
         self._verified = None
         state, parts = ranks.from_first(
             "the contents of a checkpoint", lambda: (files.state_of(path), files.parts_of(path))
@@ -307,85 +383,14 @@ class Checkpoints:
         policy.requantize()
         return Loaded(state["step"], state["extra"], others, state.get("ranks", 1))
 
-    @classmethod
-    def check(cls, path: Path) -> None:
-        """Verify a checkpoint against its manifest; raise UserError with the damage."""
-        problem = files.problem_of(path)
-        if problem is not None:
-            raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
-        files.state_of(path)
-
-    def _put_in_place(
-        self, writing: Path, target: Path, state: str, written: Mapping[str, files.Fingerprint]
-    ) -> None:
-        """Complete a checkpoint and rename it into place; remove the one it replaces last."""
-        files.complete_folder(writing, state, written)
-        replaced = self.directory / f"{_REPLACED}{target.name}"
-        # Move the old one away first: a rename cannot replace a non-empty folder.
-        if target.exists():
-            os.rename(target, replaced)
-        try:
-            os.rename(writing, target)
-        except OSError:
-            if replaced.exists():
-                os.rename(replaced, target)
-            raise
-        sync(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    def put_back(self) -> None:
-        """Undo a replacement that a crash interrupted."""
-        # The old folder is complete: restore its name.
-        for entry in self._hidden(_REPLACED):
-            target = self.directory / entry.name.removeprefix(_REPLACED)
-            if not target.exists():
-                os.rename(entry, target)
-
-    def _clean(self) -> None:
-        """Remove leftovers of interrupted writes."""
-        for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
-            shutil.rmtree(entry)
-
-    def _hidden(self, prefix: str) -> list[Path]:
-        return list(self.directory.glob(f"{prefix}step_*"))
-
     def tidy(self, step: int) -> None:
         """Remove what a crash kept `write` from removing, up to the resumed step."""
 
         def remove() -> None:
-            self._clean()
-            self._prune(step, [s for s in self.steps() if s <= step])
+            self.clean()
+            self.prune(step, [s for s in self.steps() if s <= step])
 
         self._ranks.from_first("the checkpoints to keep", remove)
-
-    def _prune(self, saved: int, steps: Sequence[int]) -> None:
-        """Remove each of `steps` that is neither among the newest nor the best up to `saved`."""
-        # Ignore later steps: they are stale after a resume from an earlier one.
-        past = [step for step in self.steps() if step <= saved]
-        scores = [(score, step) for step in past if (score := self._score(step)) is not None]
-        best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
-        for step in steps:
-            if step not in past[-self.keep_last :] and step not in best:
-                # Rename first, so that concurrent readers see all of its files or none.
-                removed = self.directory / f"{_WRITING}{self.path(step).name}"
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(self.path(step).rename(removed))
-
-    def _score(self, step: int) -> float | None:
-        """Return the score of a checkpoint, or None if it has none or is damaged."""
-        with contextlib.suppress(OSError, UserError, TypeError):  # of None
-            return float(files.state_of(self.path(step))["score"]) if self.keep_best else None
-        return None
-
-    def _explain_failure(self, target: Path, error: Exception) -> str:
-        reason = getattr(error, "strerror", None) or str(error)
-        kept = self.steps()
-        good = f"the last one before it is {self.path(kept[-1])}" if kept else "there is none yet"
-        return (
-            f"checkpoint {target} could not be written: {reason} ({free_space(self.directory)}). "
-            f"Nothing of it was left, earlier checkpoints are unchanged; {good}. Free some space "
-            "and continue with --resume"
-        )
 
 
 def model_dict(policy: Model) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def problem_of(path: Path) -> str | None:
                 return f"{name} is not a regular file"
             if found.st_size != expected["bytes"]:
                 return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
-        for name in _beside(path, manifest):
+        for name in _unlisted(path, manifest):
             return f"{name} is not a file of this checkpoint: {MANIFEST_FILE} does not list it"
         names = sorted(manifest)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -123,7 +123,15 @@ def problem_of(path: Path) -> str | None:
     return None
 
 
-def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+def check_intact(path: Path) -> None:
+    """Verify a checkpoint against its manifest; raise UserError with the damage."""
+    problem = problem_of(path)
+    if problem is not None:
+        raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
+    state_of(path)
+
+
+def _unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return files in component folders that the manifest does not list."""
     folders = {name.parent for name in map(PurePosixPath, manifest) if len(name.parts) > 1}
     files = [file for folder in sorted(folders) for file in (path / folder).glob(f"*{_SUFFIX}")]
