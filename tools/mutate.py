@@ -44,6 +44,7 @@ TARGETS = {
     "training/advantages": ["training/test_advantages.py", "training/test_formulas.py"],
     "training/objectives": OBJECTIVES,
     "training/micro_batches": ["training/test_micro_batches.py", *TRAINER, OBJECTIVES[0]],
+    "rollout/pages": [f"rollout/test_{name}.py" for name in ("pages", *SCHEDULER)],
     "rollout/scheduler": [f"rollout/test_{name}.py" for name in SCHEDULER],
 }
 SPARE_S = 20.0  # seconds that a mutant may take beyond three times the unchanged tests

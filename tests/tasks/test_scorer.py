@@ -89,7 +89,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
     pid = int(score(scorer, "pid")[0].score.reward)
     (worker,) = (worker for worker in scorer._workers if worker._process.pid == pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(worker._has_spoken)  # its last thread has closed the connection
+    wait_until(worker.channel.has_spoken)  # its last thread has closed the connection
     results = score(scorer, *["1"] * 64)
     assert [item.failure for item in results] == [""] * 64
 

@@ -58,7 +58,7 @@ def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer, tmp_path,
     answered = tmp_path / "answered"
     assert score(scorer, f"send-once-there-is {answered}")[0].score.reward == 1.0
     answered.touch()
-    wait_until(scorer._workers[0]._has_spoken)
+    wait_until(scorer._workers[0].channel.has_spoken)
     assert [r.score.reward for r in score(scorer, "4.5", "5.5")] == [4.5, 5.5]
     assert score(scorer, "pid")[0].score.reward != pid
 
@@ -84,7 +84,7 @@ def test_endless_output_costs_no_memory_and_no_disk(limits_of_starts):
         first, last = score(scorer, "print-forever", "2.5")
         assert "took longer than " in first.failure
         assert last.score.reward == 2.5
-        assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
+        assert all(len(worker.output.tail) <= 100_000 for worker in scorer._workers)
 
 
 def test_too_many_parts_are_a_failure(scorer):

@@ -1,4 +1,4 @@
-"""Reference counts of KV cache pages; without torch.
+"""KV cache pages: reference counts, and the page tables of sequences; without torch.
 
 A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. The
 samples of one prompt share its pages. Before a write to a shared page the writer gets its own, and
@@ -11,6 +11,11 @@ the cache copies (source, destination).
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from jetrl.rollout.sequence import RunningSequence
 
 
 class PageAllocator:
@@ -87,3 +92,103 @@ class PageAllocator:
             if self._users[page] == 0:
                 self._free.append(page)
         pages.clear()
+
+
+class SequencePages:
+    """The page tables of sequences; the samples of a prompt, a group, share its pages.
+
+    Attributes:
+        groups: Of each sequence, the samples of its prompt that share a prefill.
+        parked: Waiting sequences that hold pages of their prompt, oldest first.
+    """
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
+        self.groups: list[list[RunningSequence]] = []
+        self.parked: deque[RunningSequence] = deque()
+
+    def leads(self, sequence: RunningSequence) -> bool:
+        """Return whether a sequence prefills the prompt for its group."""
+        return self.groups[sequence.index][0] is sequence
+
+    def fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
+        """Return whether a plan can be written without taking pages from any sequence."""
+        cost = self._allocator.write_cost
+        needed = 0
+        for sequence, length in plan:
+            written = length
+            if width > 1 or sequence.num_extra:
+                written = sequence.most_written(length, width)
+            needed += cost(sequence.pages, sequence.num_computed, written)
+        return needed <= self._allocator.num_free
+
+    def share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
+        """Share the prompt's pages of `donor` with `sequence`, a sample of the same prompt."""
+        sequence.pages = self._allocator.fork(donor.pages, len(donor.prompt))
+        sequence.num_computed = len(donor.prompt)
+
+    def may_grow(self, sequence: RunningSequence) -> bool:
+        """Return whether a sequence may still need another page."""
+        pages = sequence.pages
+        if len(pages) < self._allocator.pages_for(sequence.max_cached_tokens):
+            return True
+        written = min(sequence.num_computed, sequence.max_cached_tokens - 1)
+        return self._allocator.write_cost(pages, written) > 0
+
+    def needed_to_admit(self, sequence: RunningSequence) -> int:
+        """Return the free pages for a sequence's tokens so far, and one more to grow."""
+        if sequence.started:
+            shares_prompt = bool(sequence.pages) or self._donor(sequence) is not None
+        else:
+            shares_prompt = not self.leads(sequence)
+        size = self._allocator.page_size
+        tokens = min(sequence.num_tokens + size, sequence.max_cached_tokens)
+        total = self._allocator.pages_for(tokens)
+        return total - len(sequence.prompt) // size if shares_prompt else total
+
+    def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
+        """Return another member of the group that holds the whole prompt, None if none does."""
+        prompt = len(sequence.prompt)
+        for member in self.groups[sequence.index]:
+            if member.pages and member.num_computed >= prompt and member is not sequence:
+                return member
+        return None
+
+    def admit(self, sequence: RunningSequence) -> None:
+        """Give an admitted sequence the pages that its prefill writes."""
+        if sequence.pages:
+            parked = self.parked.popleft()
+            assert parked is sequence, f"parked {parked.index} is older than {sequence.index}"
+        elif sequence.started:
+            donor = self._donor(sequence)
+            if donor is not None:
+                self.share_prompt(donor, sequence)
+            self._extend(sequence)
+        elif self.leads(sequence):
+            self._extend(sequence)
+
+    def _extend(self, sequence: RunningSequence) -> None:
+        """Give a sequence pages for all its tokens, so that its prefill needs no more."""
+        missing = self._allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
+        # In a mixed group a younger sequence may be parked before an older one is admitted.
+        while missing > self._allocator.num_free and self.drop_parked():
+            pass
+        sequence.pages += self._allocator.allocate(missing)
+
+    def drop_parked(self) -> bool:
+        """Take the pages of the youngest parked sequence; return False if none is parked."""
+        if not self.parked:
+            return False
+        self.drop(self.parked.pop())
+        return True
+
+    def drop(self, sequence: RunningSequence) -> None:
+        """Take all pages from a sequence, which has to be prefilled again."""
+        self._allocator.release(sequence.pages)
+        sequence.num_computed = 0
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Free the pages of a sequence that ended."""
+        if sequence in self.parked:
+            self.parked.remove(sequence)
+        self._allocator.release(sequence.pages)

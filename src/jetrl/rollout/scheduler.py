@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jetrl.memory.pages import CONTEXT_TOKENS
-from jetrl.rollout.pages import PageAllocator
+from jetrl.rollout.pages import PageAllocator, SequencePages
 from jetrl.rollout.sequence import RunningSequence
 
 
@@ -112,11 +112,10 @@ class Scheduler:
         max_prefill_tokens: int,
     ) -> None:
         self.allocator = allocator
+        self._pages = SequencePages(allocator)
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
         self.sequences: list[RunningSequence] = []
-        # Of each sequence, the samples of its prompt that share a prefill.
-        self._groups: list[list[RunningSequence]] = []
         self._prompts: list[int] = []  # Of each sequence, the number of its prompt.
         self._unfinished: list[int] = []  # Of each prompt.
         self.running: list[RunningSequence] = []
@@ -125,8 +124,6 @@ class Scheduler:
         self.num_finished = 0
         self.finished_tokens = 0
         self.num_complete_groups = 0
-        # Waiting sequences that hold pages of their prompt, oldest first.
-        self._parked: deque[RunningSequence] = deque()
         # Sequences that lost their pages in the step that is being scheduled; those that lost
         # computed tokens are pre-empted too.
         self._evicted: list[RunningSequence] = []
@@ -152,7 +149,7 @@ class Scheduler:
             needed = self.allocator.pages_for(sequence.max_cached_tokens)
             assert needed <= self.allocator.num_pages, f"sequence {index} needs {needed} pages"
             self.sequences.append(sequence)
-            self._groups.append(members[sequence.started])
+            self._pages.groups.append(members[sequence.started])
             self._prompts.append(prompt)
             self.waiting.append(sequence)
 
@@ -176,7 +173,7 @@ class Scheduler:
         prefills = bool(plan)
         most, fits = 1, True
         if prefills:
-            fits = self._fits(plan, most)
+            fits = self._pages.fits(plan, most)
         elif not self._prompts_pending:  # Decode continues from the draws of prompts.
             plan, most, fits = self._decodes(repeats, width)
         # A plan that would pre-empt needs to know all tokens of its victims: wait for their draws.
@@ -200,7 +197,7 @@ class Scheduler:
             # A prefill draws only where its chunk ends with the last known token.
             ends = start + length == len(sequence.prompt) + len(sequence.generated)
             # At the start the whole group draws from the prompt's logits.
-            drawing = [sequence] if sequence.started else self._groups[sequence.index]
+            drawing = [sequence] if sequence.started else self._pages.groups[sequence.index]
             draws = tuple(s.index for s in drawing) if ends or not prefills else ()
             chunks.append(Chunk(sequence.index, start, length, draws, written - length))
             sequence.num_computed += length
@@ -256,9 +253,9 @@ class Scheduler:
                 # A leader that was cancelled meanwhile has no pages left to share.
                 shares = index != leader.index and bool(leader.pages)
                 if shares and not self.sequences[index].finished:
-                    self._share_prompt(leader, self.sequences[index])
+                    self._pages.share_prompt(leader, self.sequences[index])
                     if index > youngest_running:
-                        self._parked.append(self.sequences[index])
+                        self._pages.parked.append(self.sequences[index])
         # Sequences that ended give their pages back.
         for sequence in ended:
             self._finish(sequence, sequence.index <= youngest_running)
@@ -280,7 +277,7 @@ class Scheduler:
         assert not sequence.finished, f"sequence {index} is finished"
         sequence.finish_reason, sequence.awaiting = "cancelled", False
         # If the prompt is not prefilled yet, the next member of the group leads.
-        self._groups[index].remove(sequence)
+        self._pages.groups[index].remove(sequence)
         running = sequence in self.running
         self._finish(sequence, running)
         if running:
@@ -297,7 +294,7 @@ class Scheduler:
             self.allocator.release(sequence.pages)
         self.running.clear()
         self.waiting.clear()
-        self._parked.clear()
+        self._pages.parked.clear()
 
     def _finish(self, sequence: RunningSequence, was_running: bool) -> None:
         """Count a sequence that ended, take it out of the waiting ones, and free its pages."""
@@ -309,9 +306,7 @@ class Scheduler:
         self.num_complete_groups += self._unfinished[prompt] == 0
         if not was_running:
             self.waiting.remove(sequence)
-            if sequence in self._parked:
-                self._parked.remove(sequence)
-        self.allocator.release(sequence.pages)
+        self._pages.release(sequence)
 
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
         """Return (sequence, tokens) of the next forward over prompts; empty if none can run."""
@@ -325,7 +320,7 @@ class Scheduler:
             # pre-emption or what its environment replied. A single uncomputed token is decode's.
             uncomputed = sequence.num_tokens - sequence.num_computed
             assert uncomputed >= 1, f"sequence {sequence.index} has nothing to compute"
-            if uncomputed > 1 if sequence.started else self._leads(sequence):
+            if uncomputed > 1 if sequence.started else self._pages.leads(sequence):
                 length = min(uncomputed, budget)
                 budget -= length
                 # The first sequence always runs, however long its context is.
@@ -345,99 +340,33 @@ class Scheduler:
             if sequence.started and sequence.draws_left and not sequence.awaiting
         ]
         most = width(len(plan)) if plan else 1
-        fits = self._fits(plan, most)
+        fits = self._pages.fits(plan, most)
         if not fits and repeats > 1:
             plan = [(sequence, 1) for sequence, _ in plan]
-            fits = self._fits(plan, most)
+            fits = self._pages.fits(plan, most)
         if not fits and most > 1:
-            most, fits = 1, self._fits(plan, 1)
+            most, fits = 1, self._pages.fits(plan, 1)
         return plan, most, fits
-
-    def _fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
-        """Return whether a plan can be written without taking pages from any sequence."""
-        cost = self.allocator.write_cost
-        needed = 0
-        for sequence, length in plan:
-            written = length
-            if width > 1 or sequence.num_extra:
-                written = sequence.most_written(length, width)
-            needed += cost(sequence.pages, sequence.num_computed, written)
-        return needed <= self.allocator.num_free
 
     def _waits_for_draws(self) -> bool:
         return any(sequence.num_pending for sequence in self.running)
-
-    def _leads(self, sequence: RunningSequence) -> bool:
-        return self._groups[sequence.index][0] is sequence
-
-    def _share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
-        """Share the prompt's pages of `donor` with `sequence`, a sample of the same prompt."""
-        sequence.pages = self.allocator.fork(donor.pages, len(donor.prompt))
-        sequence.num_computed = len(donor.prompt)
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while batch and pages allow."""
         if not self.waiting or len(self.running) >= self.max_batch_size:
             return
-        margin = sum(self._may_grow(sequence) for sequence in self.running)
+        margin = sum(self._pages.may_grow(sequence) for sequence in self.running)
         while self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
             # With no running sequence the first waiting one is parked, or all pages are free: it
             # always fits.
-            if self.running and self._pages_to_admit(sequence) + margin > self.allocator.num_free:
+            needed = self._pages.needed_to_admit(sequence) + margin
+            if self.running and needed > self.allocator.num_free:
                 return
             self.waiting.popleft()
-            self._give_pages(sequence)
+            self._pages.admit(sequence)
             self.running.append(sequence)
-            margin += self._may_grow(sequence)
-
-    def _may_grow(self, sequence: RunningSequence) -> bool:
-        """Return whether a sequence may still need another page."""
-        pages = sequence.pages
-        if len(pages) < self.allocator.pages_for(sequence.max_cached_tokens):
-            return True
-        written = min(sequence.num_computed, sequence.max_cached_tokens - 1)
-        return self.allocator.write_cost(pages, written) > 0
-
-    def _pages_to_admit(self, sequence: RunningSequence) -> int:
-        """Return the free pages for a sequence's tokens so far, and one more to grow."""
-        if sequence.started:
-            shares_prompt = bool(sequence.pages) or self._donor(sequence) is not None
-        else:
-            shares_prompt = not self._leads(sequence)
-        size = self.allocator.page_size
-        tokens = min(sequence.num_tokens + size, sequence.max_cached_tokens)
-        total = self.allocator.pages_for(tokens)
-        return total - len(sequence.prompt) // size if shares_prompt else total
-
-    def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
-        """Return another member of the group that holds the whole prompt, None if none does."""
-        prompt = len(sequence.prompt)
-        for member in self._groups[sequence.index]:
-            if member.pages and member.num_computed >= prompt and member is not sequence:
-                return member
-        return None
-
-    def _give_pages(self, sequence: RunningSequence) -> None:
-        """Give an admitted sequence the pages that its prefill writes."""
-        if sequence.pages:
-            parked = self._parked.popleft()
-            assert parked is sequence, f"parked {parked.index} is older than {sequence.index}"
-        elif sequence.started:
-            donor = self._donor(sequence)
-            if donor is not None:
-                self._share_prompt(donor, sequence)
-            self._extend(sequence)
-        elif self._leads(sequence):
-            self._extend(sequence)
-
-    def _extend(self, sequence: RunningSequence) -> None:
-        """Give a sequence pages for all its tokens, so that its prefill needs no more."""
-        missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
-        # In a mixed group a younger sequence may be parked before an older one is admitted.
-        while missing > self.allocator.num_free and self._parked:
-            self._drop_pages(self._parked.pop())
-        sequence.pages += self.allocator.allocate(missing)
+            margin += self._pages.may_grow(sequence)
 
     def _make_room(self, sequence: RunningSequence, length: int) -> bool:
         """Free pages from the youngest; return False if that is the sequence itself."""
@@ -445,22 +374,16 @@ class Scheduler:
         # The cost changes on the way: with the other users of a page gone, no copy is needed.
         at = sequence.num_computed
         while allocator.write_cost(sequence.pages, at, length) > allocator.num_free:
-            if self._parked:
-                self._drop_pages(self._parked.pop())
+            if self._pages.drop_parked():
                 continue
             victim = self.running.pop()
             assert self.running, "the oldest sequence does not fit into all the pages"
             if victim.num_computed > 0:
                 self.num_preemptions += 1
                 self._preempted.append(victim.index)
-            self._drop_pages(victim)
+            self._pages.drop(victim)
             self._evicted.append(victim)
             self.waiting.appendleft(victim)
             if victim is sequence:
                 return False
         return True
-
-    def _drop_pages(self, sequence: RunningSequence) -> None:
-        """Take all pages from a sequence, which has to be prefilled again."""
-        self.allocator.release(sequence.pages)
-        sequence.num_computed = 0

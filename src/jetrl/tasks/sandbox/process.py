@@ -35,6 +35,71 @@ _READ = 2**16
 _PROGRAM = "from jetrl.tasks.sandbox.worker import main\nmain(int(sys.argv[2]))"
 
 
+class _Channel:
+    """The parent's end of a worker's socket: sends pickles, reads lines of limited length."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.max_line = MAX_LINE
+        self._begun_line = b""
+
+    def send(self, value: object, deadline: float) -> bool:
+        """Send a value; return False if the process is gone or does not read by `deadline`."""
+        self.connection.settimeout(max(0.0, deadline - time.monotonic()))
+        try:
+            self.connection.sendall(pickle.dumps(value))
+        except OSError:
+            return False
+        return True
+
+    def has_spoken(self) -> bool:
+        """Return True if bytes or end-of-file can be read without blocking."""
+        return bool(wait([self.connection], timeout=0))
+
+    def read_lines(self) -> list[bytes]:
+        """Return complete lines received so far; raise EOFError if the process is gone."""
+        self.connection.settimeout(0)
+        try:
+            data = self.connection.recv(_READ)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        *lines, self._begun_line = (self._begun_line + data).split(b"\n")
+        if max(map(len, [*lines, self._begun_line])) > self.max_line:
+            raise WireError(f"a line of more than {self.max_line} bytes")
+        return lines
+
+
+class _Output:
+    """The tail of a worker's output, which a pipe carries; `pipe` is None at its end."""
+
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self.pipe: int | None = pipe
+        self.tail = b""
+
+    def read(self) -> bool:
+        """Read a bounded piece of the process's output; return True if there was any."""
+        if self.pipe is None:
+            return False
+        try:
+            data = os.read(self.pipe, _READ)
+        except BlockingIOError:
+            return False
+        self.tail = (self.tail + data)[-KEPT_OUTPUT:]
+        if not data:
+            self.close()
+        return bool(data)
+
+    def close(self) -> None:
+        if self.pipe is not None:
+            os.close(self.pipe)
+            self.pipe = None
+
+
 class WorkerProcess:
     """A worker process, seen from the parent.
 
@@ -52,7 +117,6 @@ class WorkerProcess:
         self.ready = False
         self.deadline = 0.0
         self.lost_s = 0.0
-        self._max_line = MAX_LINE
         self._starts = 0
         self._deaths_at_start = 0  # in a row
         self._has_worked = False
@@ -65,13 +129,10 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, which replies once its task is built."""
         keep_streams()  # otherwise output could go to a worker
-        self.connection, theirs = socket.socketpair()
-        self._max_line = MAX_LINE
-        self._begun_line, self._chunk = b"", ""
-        self._printed = b""
-        self.output: int | None
-        self.output, write_end = os.pipe()
-        os.set_blocking(self.output, False)
+        ours, theirs = socket.socketpair()
+        read_end, write_end = os.pipe()
+        self.channel, self.output = _Channel(ours), _Output(read_end)
+        self._chunk = ""
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
         try:
             self._process = start(
@@ -84,8 +145,7 @@ class WorkerProcess:
                 env=environment,
             )
         except OSError as error:
-            self.connection.close()
-            os.close(self.output)
+            self._close_channels()
             raise self._no_start(f"cannot start a scoring worker: {error}") from error
         finally:
             theirs.close()
@@ -95,25 +155,29 @@ class WorkerProcess:
         self._starts += 1
         self._began = time.monotonic()
         self.deadline = self._began + START_LIMIT_S
-        self._send(self.setup)
+        self.channel.send(self.setup, self.deadline)
 
     def assign(self, tickets: list[int], payloads: list[bytes], max_line: int = MAX_LINE) -> None:
         """Send an idle worker its next chunk of tickets and pickled items; limit its answers."""
-        self._max_line = max_line
-        self._read_output()
-        self._printed = b""
+        self.channel.max_line = max_line
+        self.output.read()
+        self.output.tail = b""
         self.jobs.extend(tickets)
         self._set_deadline()
         self._chunk = secrets.token_hex(8)
         # It died or wrote while idle: no item of the chunk has started.
-        if self._has_spoken() or not self._send((self._chunk, payloads)):
+        sent = not self.channel.has_spoken() and self.channel.send(
+            (self._chunk, payloads), self.deadline
+        )
+        if not sent:
             self._end()
             self.give_back()
 
     @property
     def channels(self) -> list[socket.socket | int]:
         """The channels of answers and of output."""
-        return [self.connection] if self.output is None else [self.connection, self.output]
+        connection, pipe = self.channel.connection, self.output.pipe
+        return [connection] if pipe is None else [connection, pipe]
 
     def receive(self) -> list[tuple[int, WorkerReply]]:
         """Return the answers so far as (ticket, reply); the last may be for a fatal item."""
@@ -121,9 +185,9 @@ class WorkerProcess:
         died = False
         if not self.running:
             return replies
-        self._read_output()
+        self.output.read()
         try:
-            for line in self._read_lines():
+            for line in self.channel.read_lines():
                 took_s = time.monotonic() - self._began
                 self._set_deadline()
                 reply = parse_reply(line)
@@ -179,7 +243,7 @@ class WorkerProcess:
     def hang_up(self) -> None:
         """Ask the process to exit; an idle one exits immediately."""
         if self.running:
-            self.connection.close()
+            self.channel.connection.close()
 
     def stop(self, deadline: float = 0.0) -> None:
         """End the process, and kill it after `deadline` (time.monotonic)."""
@@ -202,49 +266,6 @@ class WorkerProcess:
             return UserError(why)
         return RunStopped(f"{why}. It had started before; go on with --resume once it does again")
 
-    def _send(self, value: object) -> bool:
-        """Send a value; return False if the process is gone or does not read."""
-        self.connection.settimeout(max(0.0, self.deadline - time.monotonic()))
-        try:
-            self.connection.sendall(pickle.dumps(value))
-        except OSError:
-            return False
-        return True
-
-    def _has_spoken(self) -> bool:
-        """Return True if bytes or end-of-file can be read without blocking."""
-        return bool(wait([self.connection], timeout=0))
-
-    def _read_lines(self) -> list[bytes]:
-        """Return complete lines received so far; raise EOFError if the process is gone."""
-        self.connection.settimeout(0)
-        try:
-            data = self.connection.recv(_READ)
-        except BlockingIOError:
-            return []
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError
-        *lines, self._begun_line = (self._begun_line + data).split(b"\n")
-        if max(map(len, [*lines, self._begun_line])) > self._max_line:
-            raise WireError(f"a line of more than {self._max_line} bytes")
-        return lines
-
-    def _read_output(self) -> bool:
-        """Read a bounded piece of the process's output; return True if there was any."""
-        if self.output is None:
-            return False
-        try:
-            data = os.read(self.output, _READ)
-        except BlockingIOError:
-            return False
-        self._printed = (self._printed + data)[-KEPT_OUTPUT:]
-        if not data:
-            os.close(self.output)
-            self.output = None
-        return bool(data)
-
     def _set_deadline(self) -> None:
         """Set a deadline later than the worker's own timer, in case the worker is stopped."""
         self._began = time.monotonic()
@@ -260,10 +281,11 @@ class WorkerProcess:
             process.kill()  # its session has not begun yet, or nobody is left in it
         process.wait()
         self._process = None
-        self.connection.close()
-        if self.output is not None:
-            os.close(self.output)
-            self.output = None
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        self.channel.connection.close()
+        self.output.close()
 
     def _cause_of_death(self) -> str:
         assert self._process is not None
@@ -272,9 +294,9 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return "score closed the worker's connection"
         for _ in range(4):  # a pipe's whole content; what escaped the process may continue writing
-            if not self._read_output():
+            if not self.output.read():
                 break
-        text = self._printed.decode("utf-8", "replace")
+        text = self.output.tail.decode("utf-8", "replace")
         if not self.ready:
             return f"it ended with code {code}: {text.strip()[-500:] or 'no output'}"
         where = _where(text)
