@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.machinery
 import itertools
 import json
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import stage_reads
 import torch
 import triton
 from stage_reads import barrier_of, disassembled, last_barrier, reads_under_way
@@ -34,6 +36,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver, jit
+from triton.runtime.cache import get_cache_manager
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks, of a process of its own
 
@@ -52,7 +55,7 @@ STAGED = ("gemm_rows.rows_gemm_kernel", "nvfp4_rows.nvfp4_rows_kernel", "forward
 
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 shared: dict[str, int] = {}  # bytes of shared memory of the kernel that was compiled last, by name
-layouts: dict[str, list[str]] = {}  # of the float32 sums of that kernel, of which dimension each
+ttgir: dict[str, str] = {}  # Triton's code of that kernel
 failed: dict[str, list[str]] = {}
 
 
@@ -87,13 +90,27 @@ def check_stages(name: str, code: dict[str, Any], rings: int) -> None:
     """
     if name not in STAGED or (name.startswith("nvfp4") and "wgmma" in code["ptx"]):
         return
-    text = disassembled(code["cubin"], knobs.nvidia.nvdisasm.path)
-    found = reads_under_way(text)
-    if rings > 1:
-        of_sums = last_barrier(text)
-        found = [arrival for arrival in found if barrier_of(arrival) != of_sums]
+    found = early_arrivals(code["cubin"], rings)
     if found:
         raise ValueError(f"reads may be under way when a stage is given back: {found}")
+
+
+def early_arrivals(cubin: bytes, rings: int) -> list[str]:
+    """Return the arrivals that give a stage back too early, cached where Triton caches kernels."""
+    key = hashlib.sha256(f"{triton.__version__} {rings}".encode())
+    key.update(Path(stage_reads.__file__).read_bytes())
+    key.update(cubin)
+    cache = get_cache_manager(key.hexdigest())
+    file = cache.get_file("early_arrivals.json")
+    if file is None:
+        text = disassembled(cubin, knobs.nvidia.nvdisasm.path)
+        found = reads_under_way(text)
+        if rings > 1:
+            of_sums = last_barrier(text)
+            found = [arrival for arrival in found if barrier_of(arrival) != of_sums]
+        file = cache.put(json.dumps(found), "early_arrivals.json")
+    arrivals: list[str] = json.loads(Path(file).read_text(encoding="utf-8"))
+    return arrivals
 
 
 def layouts_of_sums(code: str) -> list[str]:
@@ -120,7 +137,7 @@ def take_triton() -> None:
             kernel = do_compile(self, key, signature, device, *rest)
             compiled[name] = compiled.get(name, 0) + 1
             shared[name] = kernel.metadata.shared
-            layouts[name] = layouts_of_sums(kernel.asm.get("ttgir", ""))
+            ttgir[name] = kernel.asm.get("ttgir", "")
             if shared[name] > HOPPER.shared_memory:
                 room = HOPPER.shared_memory
                 raise ValueError(f"{shared[name]} bytes of shared memory, of {room}")
@@ -510,7 +527,8 @@ def lanes_of_rows() -> None:
         logprob_triton.chosen_logprobs(logits, whole, 0.7)
         sample(logits, whole, some.contiguous(), some.contiguous(), whole, False)
         ours, lanes, drawn = (
-            layouts[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"] for kernel in kernels
+            layouts_of_sums(ttgir[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"])
+            for kernel in kernels
         )
         within = {re.sub("warpsPerCTA = .*?]", "", sums) for sums in ours if sums[0] == "1"}
         if {re.sub("warpsPerCTA = .*?]", "", sums) for sums in lanes} != within or not within:
