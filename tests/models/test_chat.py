@@ -65,6 +65,12 @@ def test_only_the_beginning_token_is_added(
     begun = [0, *plain] if begins else plain
     assert encode_prompt(tokenizer, Prompt("p1", text="12")) == begun
     assert encode_prompt(tokenizer, Prompt("p1", text="<pad>12")) == [0, *plain]
+    inputs = module.encode_prompt(tokenizer, Prompt("p1", text="12"))
+    assert (tokenizer.decode(inputs), list(inputs), inputs[:1]) == (
+        tokenizer.decode(begun),
+        begun,
+        tuple(begun[:1]),
+    )
     assert encode_text(tokenizer, "12", begin=False) == plain
 
 

@@ -82,8 +82,10 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptInputs:
+class PromptInputs(Sequence[int]):
     """All that the model reads of a prompt, on the host; `models.packed.ForwardInputs` on a device.
+
+    As a sequence it is its token ids, so that a tokenizer decodes it.
 
     Two prompts are the same to the model if their keys are equal. Random keys, shared prompts and
     drafts compare keys, never tokens.
@@ -99,6 +101,9 @@ class PromptInputs:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.token_ids[index]
 
     def positions(self, start: int, stop: int) -> Sequence[int]:
         """Return the positions of tokens [start, stop); those after the prompt follow it."""
