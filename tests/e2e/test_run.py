@@ -14,6 +14,7 @@ from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult, Session
+from jetrl.session.training_run import TrainingRun
 from jetrl.training.sft import SftTrainer
 
 TINY = [
@@ -82,7 +83,7 @@ def test_a_run_leaves_what_it_promises(uncut: RunResult) -> None:
         (Session, "evaluate_start", 1),
         (Session, "sample", 3),
         (Session, "update", 3),
-        (Session, "_save_checkpoint", 3),
+        (TrainingRun, "save", 3),
     ],
     ids=["warm-up", "before the first checkpoint", "rollout", "update", "before a checkpoint"],
 )

@@ -102,7 +102,7 @@ class RunWriter(RunDirectory):
                 folder.mkdir(parents=True, exist_ok=True)
             run._lock = RunLock(run.path)
             try:
-                run._remove_temporary_files()
+                _remove_temporary_files(run.path, run.rollouts_dir)
                 run._write_settings(settings, plan, resume)
                 run._open_metrics()
             except BaseException:
@@ -199,12 +199,6 @@ class RunWriter(RunDirectory):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _remove_temporary_files(self) -> None:
-        for folder in (self.path, self.rollouts_dir):
-            for pattern in (".*.tmp", ".*.tmp.before"):
-                for left in folder.glob(pattern):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-
     def _write_settings(self, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
         config_text = to_toml(settings)
         if resume:
@@ -237,6 +231,14 @@ class RunWriter(RunDirectory):
                 f"{self.metrics_file} was deleted during the run, so the run stops: restore "
                 f"{self.path} from a copy and continue with --resume, or start a new run"
             )
+
+
+def _remove_temporary_files(*folders: Path) -> None:
+    """Remove the files that a killed process was writing."""
+    for folder in folders:
+        for pattern in (".*.tmp", ".*.tmp.before"):
+            for left in folder.glob(pattern):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _position(record: Record) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: their contents, and resuming from them.
 
-Components whose state must survive a crash register by name: `state()`, with a schema in `States`,
-is saved in every checkpoint and restored by `load_state`. Tensors use `register_tensors`.
+Components whose state must survive a crash register by name (`Components`): `state()`, with a
+schema in `States`, is saved in every checkpoint and restored by `load_state`.
 
 A checkpoint is copied to CPU memory and written by a background thread while training continues,
 one at a time. A run that is interrupted before its checkpoint is complete resumes from the previous
@@ -26,11 +26,12 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from jetrl.distributed.agreement import Decision, agree
 from jetrl.distributed.world import world
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import UserError
 from jetrl.files import Count, Finite, Seed, Step, Stored, checked
 from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
+from jetrl.runs.metrics import is_eval_mean
 from jetrl.runs.storage import storing
 from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import Settings
@@ -143,8 +144,44 @@ class Stateful(Protocol):
         """Restore a saved state; return a note for the user, if any."""
 
 
+class Components:
+    """Components with state that persists across steps, by name.
+
+    Every checkpoint has the JSON states; a step checkpoint also has the tensors of `learners`, in
+    NAME.safetensors.
+    """
+
+    def __init__(self) -> None:
+        self.learners: dict[str, Learner] = {}
+        self._stateful: dict[str, Stateful] = {}
+
+    def register(self, name: str, component: Stateful) -> None:
+        """Include a component's state in every checkpoint."""
+        assert name not in self._stateful, name
+        assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
+        self._stateful[name] = component
+
+    def states(self) -> dict[str, Any]:
+        """Return the current states to be saved."""
+        return {name: component.state() for name, component in self._stateful.items()}
+
+    def load_states(self, saved: Mapping[str, Any]) -> list[str]:
+        """Restore saved states; return notes for the user."""
+        notes = []
+        for name, component in self._stateful.items():
+            if name in saved:
+                notes.append(component.load_state(saved[name]))
+        return [note for note in notes if note]
+
+    def load_tensors(self, loaded: Loaded) -> None:
+        """Restore this rank's part of the saved tensors."""
+        for name, learner in self.learners.items():
+            if name in loaded.tensors:
+                learner.load_tensors(loaded.tensors[name].own(learner.shard_of))
+
+
 class RunCheckpoints:
-    """Checkpoints of a run.
+    """Checkpoints of a run: when they are written, where, and how a run resumes from them.
 
     `good_step` is the newest step loaded or written in this attempt, if any. `ending_s` is the time
     reserved for the last checkpoint and the export: twice the longest checkpoint write so far; 0
@@ -164,19 +201,7 @@ class RunCheckpoints:
         self._background = Background()
         self.good_step: int | None = None
         self.ending_s = 0.0
-        self._states: dict[str, Stateful] = {}
-        self._tensors: dict[str, Learner] = {}
-
-    def register(self, name: str, part: Stateful) -> None:
-        """Include a component's state in every checkpoint, under its name."""
-        assert name not in self._states, name
-        assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
-        self._states[name] = part
-
-    def register_tensors(self, name: str, part: Learner) -> None:
-        """Include a component's tensors in every step checkpoint, as NAME.safetensors."""
-        assert name not in self._tensors, name
-        self._tensors[name] = part
+        self.components = Components()
 
     def is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step or supervised update."""
@@ -194,21 +219,13 @@ class RunCheckpoints:
             trainer.policy,
             trainer.optimizer,
             extra={"metrics": dict(metrics)},
-            score=self._score(metrics),
-            parts=self._tensors,  # for a critic or draft head, only this rank's rows
+            score=_score(metrics, self._evaluates),
+            parts=self.components.learners,  # for a critic or draft head, only this rank's rows
         )
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
         """Write the checkpoint after a supervised update, like `save`."""
         self._save(self._supervised, update, model, optimizer, extra={})
-
-    def _score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the score for `keep_best`; None if the step has none."""
-        if not self._evaluates:
-            return metrics.get("reward/mean")
-        # A run with evaluation compares only eval rewards, averaged over tasks.
-        means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
-        return sum(means) / len(means) if means else None
 
     def _save(
         self,
@@ -223,8 +240,7 @@ class RunCheckpoints:
         """Write a checkpoint, in the background if its copy fits in CPU memory."""
         self._background.wait()  # before allocating memory for the next copy
         # Collect states now: components change while the thread writes.
-        states = {name: part.state() for name, part in self._states.items()}
-        extra = {**extra, "seed": self._seed, "states": states}
+        extra = {**extra, "seed": self._seed, "states": self.components.states()}
         snapshot = checkpoints.snapshot(
             step, model, optimizer, extra=extra, score=score, parts=parts
         )
@@ -236,7 +252,9 @@ class RunCheckpoints:
             logger.warning(
                 "the checkpoint of step %d is written before training goes on: a copy of %.1f GiB "
                 "does not fit in the %.1f GiB of CPU memory that are free",
-                *(snapshot.step, needed / 2**30, (available or 0) / 2**30),
+                snapshot.step,
+                needed / 2**30,
+                (available or 0) / 2**30,
             )
         if self._settings.background and fits:
             snapshot = snapshot.copied()
@@ -247,7 +265,7 @@ class RunCheckpoints:
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
         """Write a snapshot to disk."""
         began = time.monotonic()
-        self._ranks.from_first("the run's lines", self._flush_lines)
+        self._ranks.from_first("the run's lines", lambda: _flush_lines(self._run))
         checkpoints.write(snapshot)
         self.ending_s = max(self.ending_s, 2 * (time.monotonic() - began))
         if self._ranks.is_first:
@@ -259,27 +277,15 @@ class RunCheckpoints:
             if self._ranks.is_first:
                 shutil.rmtree(self._supervised.directory, ignore_errors=True)
 
-    def _flush_lines(self) -> None:
-        for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
-            with storing(path):
-                sync(path)
-
     def check(self) -> None:
         """Raise the error of the background checkpoint, if any, without waiting."""
         # If only one rank failed, the others would keep waiting.
         if agree(_FAILED, self._background.has_failed):
             self._background.wait()
 
-    def wait(self) -> None:
-        """Wait until the pending checkpoint is complete."""
-        self._background.wait()
-
-    def settle(self, limit_s: float | None = None) -> None:
-        """Like `wait`, for at most `limit_s`, after an error: a second error is only logged."""
-        try:
-            self._background.wait(limit_s)
-        except RunStopped as failure:
-            logger.warning("%s", failure)
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until the pending checkpoint is complete, for at most `limit_s`."""
+        self._background.wait(limit_s)
 
     @property
     def last_step(self) -> int | None:
@@ -316,9 +322,7 @@ class RunCheckpoints:
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
         """Resume from the last intact checkpoint, drop later metrics; return steps and notes."""
         path, loaded, notes = self._load(self._steps, trainer.policy, trainer.optimizer, "step")
-        for name, owner in self._tensors.items():
-            if name in loaded.tensors:
-                owner.load_tensors(loaded.tensors[name].own(owner.shard_of))
+        self.components.load_tensors(loaded)
         self.good_step = loaded.step
         # Remove later checkpoints: they are damaged or stale.
         self._steps.tidy(loaded.step)
@@ -356,10 +360,24 @@ class RunCheckpoints:
         check_extra(loaded.extra, f"{latest.path}/state.json")
         # Notes for the user: skipped damaged checkpoints, a changed number of ranks.
         notes = [*latest.notes, f"resumed after {unit} {loaded.step}"]
-        states = loaded.extra["states"]
-        said = (part.load_state(states[key]) for key, part in self._states.items() if key in states)
-        notes += filter(None, said)
+        notes += self.components.load_states(loaded.extra["states"])
         size = world().size
         if loaded.ranks != size:
             notes.append(f"resumed on {size} rank{'s' * (size > 1)}, was {loaded.ranks}")
         return latest.path, loaded, notes
+
+
+def _score(metrics: Mapping[str, float], evaluates: bool) -> float | None:
+    """Return the score for `keep_best`; None if the step has none."""
+    if not evaluates:
+        return metrics.get("reward/mean")
+    # A run with evaluation compares only eval rewards, averaged over tasks.
+    means = [value for name, value in metrics.items() if is_eval_mean(name)]
+    return sum(means) / len(means) if means else None
+
+
+def _flush_lines(run: RunWriter) -> None:
+    """Put metrics and rollouts on disk before the checkpoint that follows them."""
+    for path in (run.metrics_file, run.rollouts_dir, run.path):
+        with storing(path):
+            sync(path)

@@ -44,7 +44,7 @@ class NonFiniteReports:
         self.critic_guard = Guard(action, LR)
         # The count of consecutive skipped updates is checkpointed.
         for name in ("guard", "sft_guard", "critic_guard"):
-            run.checkpoints.register(name, getattr(self, name))
+            run.checkpoints.components.register(name, getattr(self, name))
 
     def expect_updates(self, step: int, samples: Sequence[Sample] = ()) -> None:
         """Set the step that the next updates belong to; supervised updates have no samples."""

@@ -101,6 +101,10 @@ class TrainingContext:
     notes: list[str]
     loading: str = ""
 
+    def prompt_order(self, use: str = "prompts") -> PromptOrder:
+        """Return a new order of the training prompts; each `use` draws differently."""
+        return PromptOrder(self.settings, self.prompts, self.task.weights, use)
+
 
 @dataclass(kw_only=True)
 class RewardContext(TrainingContext):
@@ -417,7 +421,7 @@ _RUN_CHECKS: tuple[Callable[[RunContext], Iterator[str]], ...] = (
 def _build_other_models(run: RunContext) -> None:
     """Build what the run needs later, so that its errors come before anything slow."""
     settings, policy, dynamic = run.settings, run.policy, run.objective.dynamic_sampling
-    PromptOrder(settings, run.prompts, run.task.weights)
+    run.prompt_order()
     PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
     read_reference(settings, policy)
     value_model(settings, policy)

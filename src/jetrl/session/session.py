@@ -21,7 +21,6 @@ from typing import Self
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
-from jetrl.rollout.options import Progress
 from jetrl.session.building import build_reference, value_model
 from jetrl.session.evaluate import Evaluation, evaluate
 from jetrl.session.examples import worked_answer
@@ -29,7 +28,6 @@ from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
 from jetrl.session.parity import located
 from jetrl.session.partial_rollouts import PartialRollouts
-from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
 from jetrl.session.source import ContinuedPrompts, Source, WholePrompts
 from jetrl.session.step import (
@@ -79,8 +77,11 @@ class RunResult:
     chats: bool = False
 
 
-class Session:
-    """An attempt at a run, as a context; `jetrl.loop.train` shows the order of the verbs."""
+class OpenRun:
+    """Everything that is open during an attempt at a run, as a context.
+
+    `last_step` is the last complete step, of this attempt or an earlier one.
+    """
 
     def __init__(self, settings: Settings, resume: bool = False) -> None:
         self.settings = settings
@@ -120,29 +121,32 @@ class Session:
         )
 
         # Register all state that persists across steps with the checkpoints.
-        checkpoints = run.checkpoints
+        components = run.checkpoints.components
         # Pass rates determine which prompts are drawn.
-        self._prompt_order = self._order("prompts")
-        checkpoints.register("prompts", self._prompt_order)
-        dynamic, turns = context.objective.dynamic_sampling, context.max_turns
+        self._prompt_order = context.prompt_order()
+        components.register("prompts", self._prompt_order)
         self._partial_rollouts = PartialRollouts(
-            settings, context.policy, context.prompts, turns, dynamic
+            settings,
+            context.policy,
+            context.prompts,
+            max_turns=context.max_turns,
+            dynamic_sampling=context.objective.dynamic_sampling,
         )
-        checkpoints.register("partial rollouts", self._partial_rollouts)
-        self._whole = WholePrompts(context.engine, context.scorer, turns)
+        components.register("partial rollouts", self._partial_rollouts)
+        self._whole = WholePrompts(context.engine, context.scorer, context.max_turns)
         self._continued = ContinuedPrompts(context.engine, context.scorer, self._partial_rollouts)
         # Micro-batch size: 128 tokens share a scale in WGrad, so the bits depend on it.
         self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
-        checkpoints.register("micro_batches", self._micro_batch_size)
+        components.register("micro_batches", self._micro_batch_size)
         self._nonfinite = NonFiniteReports(run, context.policy)
-        checkpoints.register("rollout_sizes", context.engine.sizes)
+        components.register("rollout_sizes", context.engine.sizes)
 
         # From here on, an interrupted run leaves a checkpoint; load an earlier one if any.
         stack.push(lambda _, error, __: self._save_given_up_step(error))
         if self._resumes:
             self._resume()
         # A run interrupted in its warm-up reports this once the warm-up has loaded its checkpoint.
-        if not checkpoints.in_supervised_updates:
+        if not run.checkpoints.in_supervised_updates:
             run.note_micro_batches(self._micro_batch_size.tokens)
         self._step_notes = StepNotes(run, context.engine, self._micro_batch_size)
 
@@ -175,20 +179,20 @@ class Session:
     def _open_trainer(self, begun: bool = False) -> None:
         """Create the RL trainer, with a new optimizer and the reference frozen at this point."""
         settings, policy, reports = self.settings, self.context.policy, self._nonfinite
-        checkpoints = self.run.checkpoints
+        components = self.run.checkpoints.components
         # Freeze the reference: the KL is against the policy at the start of RL.
         reference = build_reference(settings, policy, self.run.directory.path, begun)
         # State of extras is saved next to the policy.
         calibration = ClipCalibration.from_settings(policy, self.context.objective, settings)
         if calibration is not None:
-            checkpoints.register("clip", calibration)
+            components.register("clip", calibration)
         critic = draft_head = None
         if (model := value_model(settings, policy)) is not None:
             critic = Critic(model, settings, reports.critic_guard)
-            checkpoints.register_tensors("critic", critic)
+            components.learners["critic"] = critic
         if self.context.draft_head is not None:
             draft_head = DraftHeadTraining(self.context.draft_head, settings)
-            checkpoints.register_tensors("draft_head", draft_head)
+            components.learners["draft_head"] = draft_head
         # In the order in which a step calls them.
         parts: tuple[Extra | None, ...] = (calibration, draft_head, critic)
         self._trainer = Trainer(
@@ -200,18 +204,43 @@ class Session:
             guard=reports.guard,
         )
 
+    def _save_given_up_step(self, error: BaseException | None) -> None:
+        if isinstance(error, StepGivenUp):
+            self.run.stops.decide()  # this rank may not have received the signal
+            self._save_last_step()
+
+    def _save_last_step(self) -> None:
+        """Save the last complete step of a stopped run."""
+        step = self.last_step
+        self.run.save_stopped(step.number, self.trainer, step.metrics, step.samples)
+
+
+class Session(OpenRun):
+    """The verbs of the training loop on an open run; `jetrl.loop.train` shows their order."""
+
     def warm_up(self) -> None:
         """Train on the task's demonstrations if sft.steps > 0, and create the RL trainer."""
         if self._trainer is not None:
             return
         settings, context = self.settings, self.context
+
+        def eval_reward() -> float:
+            mean = self._evaluate_policy(0).mean
+            context.free_kv_pages()
+            return mean
+
         # The warm-up has its own optimizer, which is then freed.
         if settings.sft.steps or self.run.checkpoints.in_supervised_updates:
             size, reports = self._micro_batch_size, self._nonfinite
             trainer = SftTrainer(context.policy, settings, size, reports.sft_guard)
-            SupervisedUpdates(
-                self.run, trainer, worked_answer, self._held_out_reward, reports.expect_updates
-            ).train()
+            updates = SupervisedUpdates(
+                self.run,
+                trainer,
+                example_of=worked_answer,
+                held_out=eval_reward,
+                before_update=reports.expect_updates,
+            )
+            updates.train()
             self.run.display.show_steps(settings.loop.steps)
         self._open_trainer()
 
@@ -224,7 +253,8 @@ class Session:
         # Step 0 is the model before RL, the baseline for the first steps.
         step = self.evaluate(Step(0))
         if self.settings.sft.steps:
-            self._save_checkpoint(step)  # drops the warm-up's checkpoints
+            # This checkpoint replaces those of the warm-up.
+            self.run.save(step.number, self.trainer, step.metrics)
         if step.metrics:
             self.run.write_line(step.number, step.metrics)
 
@@ -249,7 +279,7 @@ class Session:
         prompts = self._prompt_order.draw(number, self.settings.rollout.prompts_per_step)
         more = self._partial_rollouts.start_step()
         if more > 0:
-            prompts += self._order("oversample").draw(number, more)
+            prompts += self.context.prompt_order("oversample").draw(number, more)
         prompts = prompts[: len(prompts) + min(more, 0)]  # negative if too many groups wait
         compare_prompts(number, prompts)
         self.context.scorer.state = TrainerState(number - 1, self.settings.loop.steps)
@@ -262,7 +292,7 @@ class Session:
         """
         source, params = self._source, rollout_params(self.settings, step.number, step.round)
         own_part = self._rollout(step.number, can_give_up=source.can_give_up)
-        drawn = source.draw(step, params, own_part, self._show_progress)
+        drawn = source.draw(step, params, own_part, self.run.show_progress)
         return replace(
             step,
             prompts=drawn.prompts,
@@ -327,7 +357,8 @@ class Session:
 
         # Each round has its own prompt order, so that a resume draws the same prompts.
         def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
-            prompts = self._order(f"prompts again {step.number} {number}").draw(1, num_prompts)
+            order = self.context.prompt_order(f"prompts again {step.number} {number}")
+            prompts = order.draw(1, num_prompts)
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
         # Keep groups with an advantage and replace the others, until there are enough or rounds
@@ -387,7 +418,7 @@ class Session:
         if not every or (step.number % every and step.number != last):
             return step
         task = self.context.task
-        metrics = eval_metrics(task.label, self._held_out(step.number), task.partial_credit)
+        metrics = eval_metrics(task.label, self._evaluate_policy(step.number), task.partial_credit)
         metrics["timing/eval_s"] = self.run.phases.timings["eval"]
         return replace(step, metrics={**step.metrics, **metrics})
 
@@ -411,7 +442,7 @@ class Session:
         run.checkpoints.check()  # raises if the background one has failed
         # Write the checkpoint first: if interrupted in between, a resume writes the metrics line.
         if run.checkpoints.is_due(number) or is_last:
-            self._save_checkpoint(replace(step, metrics=metrics))
+            run.save(number, self.trainer, metrics)
             metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
         metrics["timing/step_s"] = run.phases.step_s
         metrics |= distributed_metrics(metrics, run.phases.waited_s)
@@ -428,7 +459,7 @@ class Session:
         run = self.run
         # A stopped run saves its last complete step, then raises the signal that stopped it.
         if stopped := run.stops.reason if run.stops.decide() else "":
-            self._save_stopped_run()
+            self._save_last_step()
             run.stops.raise_signal()
             run.attempt.end("stopped", stopped)
         # Under fp32, export without rounding, so that the exported model is the policy.
@@ -459,10 +490,7 @@ class Session:
         ):
             yield
 
-    def _order(self, use: str) -> PromptOrder:
-        return PromptOrder(self.settings, self.context.prompts, self.context.task.weights, use)
-
-    def _held_out(self, step: int) -> Evaluation:
+    def _evaluate_policy(self, step: int) -> Evaluation:
         """Evaluate the policy on the eval set after a step."""
         context = self.context
         context.scorer.state = TrainerState(step, self.settings.loop.steps)
@@ -474,37 +502,5 @@ class Session:
                 params=eval_params(self.settings),
                 threshold=self.settings.eval.threshold,
                 max_turns=context.max_turns,
-                progress=self._show_progress,
+                progress=self.run.show_progress,
             )
-
-    def _held_out_reward(self) -> float:
-        mean = self._held_out(0).mean
-        self.context.free_kv_pages()
-        return mean
-
-    def _save_checkpoint(self, step: Step) -> None:
-        with self.run.phases.phase("checkpoint"):
-            self.run.checkpoints.save(step.number, self.trainer, step.metrics)
-
-    def _save_stopped_run(self) -> None:
-        """Write the rollouts of the last complete step, and its checkpoint if missing."""
-        step, run = self.last_step, self.run
-        # may have been skipped by keep_every
-        if step.samples:
-            run.directory.write_rollouts(step.number, step.samples)
-        with run.phases.phase("checkpoint"):
-            run.checkpoints.wait()
-            saved = run.checkpoints.good_step
-            if saved is None or saved < step.number:
-                run.checkpoints.save(step.number, self.trainer, step.metrics)
-                run.checkpoints.wait()
-        run.display.note(f"stopped after step {step.number}: {run.stops.reason}")
-
-    def _save_given_up_step(self, error: BaseException | None) -> None:
-        if isinstance(error, StepGivenUp):
-            self.run.stops.decide()  # this rank may not have received the signal
-            self._save_stopped_run()
-
-    def _show_progress(self, progress: Progress) -> None:
-        self.run.phases.beat()
-        self.run.display.progress(progress)

@@ -28,7 +28,6 @@ from jetrl.runs.anomalies import Anomalies, Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.session.evaluate import Evaluation
 from jetrl.session.open import WARNING, open_context
-from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
@@ -307,7 +306,7 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
     rollout = settings.rollout
     with contextlib.ExitStack() as stack:
         context = open_context(settings, stack)
-        order = PromptOrder(settings, context.prompts, context.task.weights)
+        order = context.prompt_order()
         prompts = order.draw(1, min(_PROMPTS, rollout.prompts_per_step))
         params = replace(rollout_params(settings, 1), n=min(_SAMPLES, rollout.samples_per_prompt))
         scoring = Scoring(context.scorer, prompts, params.n)

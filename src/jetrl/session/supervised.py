@@ -47,9 +47,8 @@ class SupervisedUpdates:
     def train(self) -> float | None:
         """Run the updates from the last checkpoint on; return the last eval value, if any."""
         run, is_whole_run = self.run, self.held_out_metric is not None
-        prompts, weights = run.context.prompts, run.context.task.weights
         # Use a separate prompt order, so that RL draws the same prompts with or without a warm-up.
-        order = PromptOrder(run.settings, prompts, weights, use="sft")
+        order = run.context.prompt_order("sft")
         update = self._resume()
         for earlier in range(1, update + 1):
             self._examples(order, earlier)  # a task may be stateful
@@ -155,8 +154,8 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
     trainer = RewardTrainer(context.model, settings, size)
     with contextlib.ExitStack() as stack:
         run = TrainingRun(context, stack, resume, began)
-        run.checkpoints.register("micro_batches", size)
-        run.checkpoints.register("guard", trainer.guard)
+        run.checkpoints.components.register("micro_batches", size)
+        run.checkpoints.components.register("guard", trainer.guard)
         if not run.checkpoints.in_supervised_updates:
             run.display.note(*(run.checkpoints.start_over() if resume else []))
             run.note_micro_batches(size.tokens)

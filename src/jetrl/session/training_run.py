@@ -12,10 +12,19 @@ from typing import Literal
 from jetrl.distributed.board import Trouble
 from jetrl.distributed.peers import peers
 from jetrl.distributed.world import world
-from jetrl.errors import RankLost, StorageError, Terminated, TimeLimitReached, UserError, ending
+from jetrl.errors import (
+    RankLost,
+    RunStopped,
+    StorageError,
+    Terminated,
+    TimeLimitReached,
+    UserError,
+    ending,
+)
 from jetrl.memory.fitting import shown
 from jetrl.memory.plan import GIB
 from jetrl.precision.plan import words_of
+from jetrl.rollout.options import Progress
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.directory import settings_of_resume
 from jetrl.runs.history import summary_of
@@ -31,6 +40,7 @@ from jetrl.session.prompt_order import PromptDigest
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
+from jetrl.training.trainer import Trainer
 from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
@@ -73,7 +83,7 @@ class TrainingRun:
         self.phases = Phases()
         self._observe_phases(stack, hang_state)
         self.checkpoints = RunCheckpoints(self.directory, self.settings)
-        self.checkpoints.register("data", PromptDigest(context.prompts))
+        self.checkpoints.components.register("data", PromptDigest(context.prompts))
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
@@ -167,6 +177,30 @@ class TrainingRun:
         self.display.step(stats)
         self.trackers.log(step, metrics)
 
+    def show_progress(self, progress: Progress) -> None:
+        """Show the progress of a rollout or evaluation, and tell the watchdog."""
+        self.phases.beat()
+        self.display.progress(progress)
+
+    def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Begin to write the checkpoint of a step, as the phase of that name."""
+        with self.phases.phase("checkpoint"):
+            self.checkpoints.save(step, trainer, metrics)
+
+    def save_stopped(
+        self, step: int, trainer: Trainer, metrics: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        """Write the rollouts of the last complete step, and its checkpoint if missing."""
+        if samples:  # rollout.keep_every may have skipped them
+            self.directory.write_rollouts(step, samples)
+        with self.phases.phase("checkpoint"):
+            self.checkpoints.wait()
+            saved = self.checkpoints.good_step
+            if saved is None or saved < step:
+                self.checkpoints.save(step, trainer, metrics)
+                self.checkpoints.wait()
+        self.display.note(f"stopped after step {step}: {self.stops.reason}")
+
     def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
         """Export the model as a Hugging Face directory, also to `out`; return the run's own one."""
         path = self.directory.path / "model"
@@ -189,7 +223,10 @@ class TrainingRun:
             peers().leaving()
         # A multi-rank checkpoint cannot complete without the lost rank.
         if not (lost or self.stops.at_once):
-            self.checkpoints.settle(None if alike or world().size == 1 else _SETTLE_S)
+            try:
+                self.checkpoints.wait(None if alike or world().size == 1 else _SETTLE_S)
+            except RunStopped as failure:  # the first error is raised, this one only logged
+                logger.warning("%s", failure)
         if not (lost or alike):
             words, code = ending(error)
             peers().failed(words, code)
