@@ -24,6 +24,7 @@ from jetrl.memory.plan import quantized_bytes
 from jetrl.models.block import Block
 from jetrl.models.decoder import BLOCKS
 from jetrl.models.families import FAMILIES, Family, ModelConfig, linear_layers
+from jetrl.models.layer import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
@@ -68,7 +69,7 @@ class AllExperts(nn.Module):
     def __init__(self, index: int, shape: Experts, eps: float, weights: Any, formats: Any) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.norm = weights.norm(f"{name}.post_norm", eps)
+        self.norm = RMSNorm(weights, f"{name}.post_norm", eps)
         self.router = weights.linear(
             f"{name}.router", dict.fromkeys(formats, number_format(weights.plan.rest))
         )

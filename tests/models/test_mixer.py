@@ -24,7 +24,7 @@ from jetrl.models.attention import KeyValues, kv_bytes_per_token, norm_linear
 from jetrl.models.decoder import MIXERS
 from jetrl.models.families import FAMILIES, Family, ModelConfig, linear_layers
 from jetrl.models.key_smoothing import key_exponents
-from jetrl.models.layer import Rotation, Trace, tell
+from jetrl.models.layer import RMSNorm, Rotation, Trace, tell
 from jetrl.models.mixer import Mixer
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
@@ -72,7 +72,7 @@ class Gate(nn.Module):
         self, index: int, shape: GateShape, eps: float, weights: Any, formats: Any
     ) -> None:
         super().__init__()
-        self.norm = weights.norm(f"layers.{index}.input_norm", eps)
+        self.norm = RMSNorm(weights, f"layers.{index}.input_norm", eps)
         self.gates = weights.linear(f"layers.{index}.gates", formats)
         self.o = weights.linear(f"layers.{index}.o", formats)
 

@@ -101,7 +101,8 @@ def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
     """Return BF16 rows of a master weight."""
     plan = PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
     formats = plan.linear_formats(0, 1)
-    weight = QuantizedWeight("embed", master, formats, plan.roundings(formats))
+    roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
+    weight = QuantizedWeight("embed", master, formats, roundings)
     return embed(token_ids, weight, Gradients())
 
 

@@ -57,7 +57,8 @@ def test_gradients_are_those_of_a_dense_product_in_float64() -> None:
     base = torch.nn.Parameter(torch.randn(96, 200, generator=g).bfloat16().float())
     plan = PrecisionPlan.preset("bf16")
     formats = plan.linear_formats(0, 1)
-    quantized = QuantizedWeight("layers.0.qkv", base, formats, plan.roundings(formats))
+    roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
+    quantized = QuantizedWeight("layers.0.qkv", base, formats, roundings)
     Linear(quantized, None, plan, torch.bfloat16, Gradients(), w)(x, "train").backward(dy)
     assert base.grad is None, "an adapter's base is frozen"
     a, b = (m.detach().double().requires_grad_() for m in (w.a, w.b))

@@ -20,7 +20,8 @@ def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) ->
     weight = nn.Parameter(torch.randn(n, k, generator=g) / math.sqrt(k))
     bias_master = nn.Parameter(torch.randn(n, generator=g)) if bias else None
     formats = plan.linear_formats(0, 1)
-    quantized = QuantizedWeight("layers.0.test", weight, formats, plan.roundings(formats))
+    roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
+    quantized = QuantizedWeight("layers.0.test", weight, formats, roundings)
     return Linear(quantized, bias_master, plan, torch.bfloat16, Gradients())
 
 

@@ -129,8 +129,11 @@ def adapter_source(location: ModelLocation, device: str, scalar: bool = False) -
     source = replace(source, adapter=read_adapter(path, source.config))
     if not hf.has_tokenizer(path):
         return source
-    source = replace(source, tokenizer=hf.load_tokenizer(path))
-    return source if base is not None else source.ending_with_tokenizer()
+    tokenizer = hf.load_tokenizer(path)
+    source = replace(source, tokenizer=tokenizer)
+    if base is not None or tokenizer.eos_token_id is None:
+        return source
+    return replace(source, generation_config={"eos_token_id": tokenizer.eos_token_id})
 
 
 def find_model(path: Path) -> ModelLocation:

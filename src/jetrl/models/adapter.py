@@ -25,7 +25,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.coded_weights import CodedWeights
+from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.families import ModelConfig, StoredTensor, linear_layers, parameter_shapes
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter_weight import AdapterShape
@@ -161,7 +161,7 @@ class Adapter:
             return values
 
         names = [name for layer in shapes for name in adapter_names(layer)]
-        return Adapter(lora, shapes, CodedWeights(names, drawn))
+        return Adapter(lora, shapes, MadeWeights(names, drawn))
 
     def check_base(self, digest: str) -> None:
         """Raise a UserError if the adapter was trained on another base.
@@ -189,7 +189,7 @@ class Adapter:
                 return self.replaced[name]
             return weights[_EMBEDDINGS if name in head else name]  # an untied head begins so
 
-        return CodedWeights([*weights, *head], value, weights.codes)
+        return MadeWeights([*weights, *head], value, weights.codes)
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:

@@ -122,9 +122,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.shape, name = index, shape, f"layers.{index}"
-        self.norm = weights.norm(f"{name}.input_norm", eps)
-        self.q_norm = weights.norm(f"{name}.q_norm", eps) if shape.qk_norm else None
-        self.k_norm = weights.norm(f"{name}.k_norm", eps) if shape.qk_norm else None
+        self.norm = RMSNorm(weights, f"{name}.input_norm", eps)
+        self.q_norm = RMSNorm(weights, f"{name}.q_norm", eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(weights, f"{name}.k_norm", eps) if shape.qk_norm else None
         self.qkv = weights.linear(f"{name}.qkv", formats, shape.qkv_bias)
         self.o = weights.linear(f"{name}.o", formats)
 

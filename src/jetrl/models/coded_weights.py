@@ -14,20 +14,15 @@ from torch import Tensor
 from jetrl.precision.nvfp4 import NVFP4Tensor
 
 
-@dataclass(eq=False)
 class CodedWeights(Mapping[str, Tensor]):
-    """The parameters of a model by name, each made or read on access and not kept.
+    """The base class of the parameters of a model by name, each made or read on access.
 
-    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns its codes
-    and scales, or None if it has 16 or 32 bits; `codes` is None for a model without NVFP4.
+    A parameter in NVFP4 has the float32 values of its codes. `codes` returns its codes and scales,
+    or None for a parameter in 16 or 32 bits; `codes` is None for a model without NVFP4.
     """
 
     names: Collection[str]
-    value: Callable[[str], Tensor]
     codes: Callable[[str], NVFP4Tensor | None] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.value(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -37,3 +32,15 @@ class CodedWeights(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
+
+
+@dataclass(eq=False)
+class MadeWeights(CodedWeights):
+    """Parameters that the function `value` returns by name."""
+
+    names: Collection[str]
+    value: Callable[[str], Tensor]
+    codes: Callable[[str], NVFP4Tensor | None] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.value(name)

@@ -58,7 +58,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         shape, eps = config.layers[index], config.rms_norm_eps
-        formats = weights.plan.linear_formats(index, config.num_layers)
+        formats = weights.linear_formats[index]
+        self.rotates = shape.rotates
         self.mixer = MIXERS[type(shape.mixer)](index, shape.mixer, eps, weights, formats)
         self.block = BLOCKS[type(shape.block)](index, shape.block, eps, weights, formats)
 
@@ -92,6 +93,10 @@ class Decoder(nn.Module):
     `jetrl parity --locate` finds the first operation that differs.
     """
 
+    rotary_table: Tensor
+    still_table: Tensor
+    exponents: Tensor | None
+
     def __init__(
         self, config: ModelConfig, weights: Weights, exponents: Tensor | None = None
     ) -> None:
@@ -101,9 +106,9 @@ class Decoder(nn.Module):
         self.embedding = weights.embedding()
         self.embed = self.embedding.master
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, weights) for index in range(config.num_layers)
+            DecoderLayer(index, config, weights) for index in range(len(config.layers))
         )
-        self.norm = weights.norm("norm", config.rms_norm_eps)
+        self.norm = RMSNorm(weights, "norm", config.rms_norm_eps)
         if config.head == "score":
             self.score = weights.master("score.weight")
         else:
@@ -111,14 +116,13 @@ class Decoder(nn.Module):
         weights.check_complete()
         scaling, context = config.rope_scaling, config.max_position_embeddings
         # A layer without rotary positions turns by angles of zero, which changes no bit.
-        if config.layers_without_rope:
+        if not all(layer.rotates for layer in config.layers):
             still = rotary_table(np.zeros(config.head_dim // 2), context)
             self.register_buffer("still_table", still.to(weights.device), persistent=False)
         factor = 1.0 if scaling is None else scaling.attention_factor
         frequencies = frequencies_of(config.head_dim, config.rope_theta, scaling)
         table = rotary_table(frequencies, context, factor)
         self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
-        self.exponents: Tensor | None
         self.register_buffer("exponents", exponents, persistent=False)
 
     def move(self, device: torch.device) -> None:
@@ -138,11 +142,8 @@ class Decoder(nn.Module):
         self.weights.move(moved)
         for parameter in self.parameters():
             parameter.data = moved(parameter.data)
-        self.rotary_table: Tensor = moved(self.rotary_table)
-        if self.config.layers_without_rope:
-            self.still_table: Tensor = moved(self.still_table)
-        if self.exponents is not None:
-            self.exponents = moved(self.exponents)
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, moved(buffer))
 
     def first_layers(self, count: int) -> Decoder:
         """Return this decoder cut to its first `count` layers, sharing all weights."""
@@ -165,10 +166,10 @@ class Decoder(nn.Module):
         """
         x = embed(inputs.token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
-        delta, still = None, self.config.layers_without_rope
+        delta = None
         for index, layer in enumerate(self.layers):
             last = layer is self.layers[-1]
-            table = self.still_table if layer.index in still else self.rotary_table
+            table = self.rotary_table if layer.rotates else self.still_table
             exponents = None if self.exponents is None else self.exponents[index]
             rotation = Rotation(inputs.positions, table, exponents)
             if activation_checkpointing:

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 from jetrl.kernels.swiglu import swiglu
 from jetrl.models.block import DenseShape
 from jetrl.models.dense_fused import norm_mlp_fused
-from jetrl.models.layer import Trace, fuses, tell
+from jetrl.models.layer import RMSNorm, Trace, fuses, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.formats import Format
 from jetrl.precision.plan import Side
@@ -32,7 +32,7 @@ class DenseBlock(nn.Module):
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.norm = weights.norm(f"{name}.post_norm", eps)
+        self.norm = RMSNorm(weights, f"{name}.post_norm", eps)
         self.gate_up = weights.linear(f"{name}.gate_up", formats)
         self.down = weights.linear(f"{name}.down", formats)
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from jetrl.errors import UserError
 from jetrl.models import families, hf_files, nvfp4_files
-from jetrl.models.coded_weights import CodedWeights
+from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
@@ -163,7 +163,7 @@ def _outline(config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | Non
         packed = meta((rows, columns // 2), dtype=torch.uint8)
         return NVFP4Tensor(packed, meta((rows, columns // NVFP4_GROUP)), meta(()))
 
-    return CodedWeights(shapes, lambda name: meta(shapes[name]), codes if layout else None)
+    return MadeWeights(shapes, lambda name: meta(shapes[name]), codes if layout else None)
 
 
 class _StoredWeights(CodedWeights):
@@ -177,11 +177,11 @@ class _StoredWeights(CodedWeights):
         layout: nvfp4_files.NVFP4Layout | None,
     ) -> None:
         self._parts, self._tied = families.stored_tensors(config), config.tie_word_embeddings
-        super().__init__(self._parts, self._weight, None if layout is None else self._codes)
+        self.names, self.codes = self._parts, None if layout is None else self._codes
         self._directory, self._device, self._layout = directory, device, layout
         self._files = hf_files.tensor_files(directory)
 
-    def _weight(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         coded = self._codes(name)
         if coded is not None:
             return dequantize_nvfp4(coded)

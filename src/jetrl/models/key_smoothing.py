@@ -40,7 +40,9 @@ def key_exponents(
     attention = config.attention
     shape = len(config.layers), attention.num_kv_heads, attention.head_dim // 2
     exponents = np.zeros(shape, dtype=np.int8)
-    for i in () if device.type == "meta" else config.layers_with_keys:
+    for i, layer in enumerate(config.layers):
+        if device.type == "meta" or not isinstance(layer.mixer, AttentionShape):
+            continue
         bias = weights[f"layers.{i}.qkv.bias"] if attention.qkv_bias else None
         norm = weights[f"layers.{i}.k_norm.weight"] if attention.qk_norm else None
         exponents[i] = pair_exponents(

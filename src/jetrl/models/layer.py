@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.rotary import rotary
+from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
 from jetrl.precision.quantize import QTensor, dequantize
-from jetrl.precision.quantized_weight import QuantizedWeight
 
 Trace = Callable[[str, Tensor], None]  # (name of the operation, its output)
 
@@ -35,15 +35,16 @@ def prefixed(trace: Trace | None, prefix: str) -> Trace | None:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with an FP32 master weight [D].
+    """RMSNorm with the FP32 master weight `name`.weight [D].
 
     Fused kernels and forwards without gradients read the rounded weight. With gradients, the
     reference rounds the master weight in the graph, to the same bits.
     """
 
-    def __init__(self, quantized: QuantizedWeight, eps: float) -> None:
+    def __init__(self, weights: Weights, name: str, eps: float) -> None:
         super().__init__()
-        self.quantized, self.weight, self.eps = quantized, quantized.master, eps
+        self.quantized = weights.quantized(name, f"{name}.weight", weights.rest)
+        self.weight, self.eps = self.quantized.master, eps
 
     @property
     def rounded(self) -> Tensor:

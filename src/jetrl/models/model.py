@@ -20,7 +20,7 @@ from jetrl.errors import UserError
 from jetrl.models import hf, key_smoothing
 from jetrl.models.adapter import Adapter, base_digest
 from jetrl.models.attention import PackedKeyValues
-from jetrl.models.coded_weights import CodedWeights
+from jetrl.models.coded_weights import MadeWeights
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.hf_save import SaveDtype
@@ -82,13 +82,12 @@ class Model:
         self.generation_config = dict(source.generation_config)
         self._offloaded = False
         # All checks have passed: from here on weights are downloaded and read.
-        weights = source.weights(self.device)
-        if adapter is not None:
-            weights, trains = adapter.over(weights), trains or adapter.lora.trains
-        self.weights = Weights(weights, plan, self.device, frozen, trains, adapter)
+        self.weights = Weights(source, plan, self.device, frozen, trains)
         self.key_exponents, exponents = key_exponents, None
         if plan.smooths_keys and key_exponents is None:
-            self.key_exponents = key_smoothing.key_exponents(weights, config, self.device)
+            self.key_exponents = key_smoothing.key_exponents(
+                self.weights.tensors, config, self.device
+            )
         if self.key_exponents is not None:
             exponents = key_smoothing.head_exponents(self.key_exponents, config.attention.num_heads)
             exponents = exponents.to(self.device)
@@ -168,7 +167,7 @@ class Model:
         weights = self.whole_masters()
         if dtype == "fp8" and self.plan.dithered_in_files == "none":
             # Both sides read BF16 values only, and master weights that nobody reads run ahead.
-            weights = CodedWeights(weights, lambda name: self.weights.whole(name).bfloat16())
+            weights = MadeWeights(weights, lambda name: self.weights.whole(name).bfloat16())
         hf.save_model(path, self.config, weights, dtype, **files)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
@@ -182,7 +181,7 @@ class Model:
     def whole_masters(self) -> Mapping[str, Tensor]:
         """Return the whole FP32 master weights by name; all ranks gather them in the same order."""
         assert self.lora is None, "of a model with an adapter the base has no master weights"
-        return CodedWeights(self.weights.masters, self.weights.whole)
+        return MadeWeights(self.weights.masters, self.weights.whole)
 
     def restore_key_exponents(self, text: str | None, where: str) -> None:
         """Take the factors of smoothed keys from the state of a checkpoint, `where` in errors."""

@@ -388,11 +388,11 @@ class MergedWeights(CodedWeights):
         masters: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        super().__init__(parameter_shapes(config), self._merged)
+        self.names = parameter_shapes(config)
         self._base, self._masters, self._device = base, masters, device
         self.shapes = lora.shapes(config)
 
-    def _merged(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name in self._masters:
             return self._masters[name].detach()
         stored = name if name in self._base else _EMBEDDINGS  # of a head that is untied
@@ -404,7 +404,7 @@ class MergedWeights(CodedWeights):
         """Return the error that FP8 adds to the change of 28 layers at most, over its norm."""
         errors, norms = [], []
         for layer in list(self.shapes)[:: -(-len(self.shapes) // 28)]:
-            change, merged = self.change(layer), self._merged(f"{layer}.weight")
+            change, merged = self.change(layer), self[f"{layer}.weight"]
             after, before = (dequantize(quantize(w, FP8_BLOCK)) for w in (merged, merged - change))
             errors.append((after - before - change).norm())
             norms.append(change.norm())

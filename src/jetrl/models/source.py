@@ -22,11 +22,11 @@ from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter
 from jetrl.models.chat_template import set_template_args
-from jetrl.models.coded_weights import CodedWeights
+from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
-from jetrl.models.tiny import RandomWeights, character_tokenizer
+from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import ModelSettings
@@ -80,11 +80,9 @@ class ModelSource:
         adapter: Adapter | None = None,
     ) -> ModelSource:
         """Return a source of random weights; those of a seed differ between a CPU and a GPU."""
-
-        def weights(device: torch.device) -> CodedWeights:
-            return RandomWeights(config, seed, device)
-
-        return ModelSource(config, weights, tokenizer, adapter=adapter)
+        return ModelSource(
+            config, lambda device: RandomWeights(config, seed, device), tokenizer, adapter=adapter
+        )
 
     @staticmethod
     def from_tensors(
@@ -94,13 +92,8 @@ class ModelSource:
         adapter: Adapter | None = None,
     ) -> ModelSource:
         """Return a source of parameters by name, on any device."""
-        weights = CodedWeights(tensors, tensors.__getitem__)
+        weights = MadeWeights(tensors, tensors.__getitem__)
         return ModelSource(config, lambda device: weights, tokenizer, adapter=adapter)
-
-    def ending_with_tokenizer(self) -> ModelSource:
-        """Return the source with the end of the tokenizer as the end of generation."""
-        end = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return self if end is None else replace(self, generation_config={"eos_token_id": end})
 
     def with_scalar_head(self) -> ModelSource:
         """Return the source with the scalar head that it has, or a new one of zeros.
@@ -119,7 +112,7 @@ class ModelSource:
                 return body[name].detach().to(device, torch.float32, copy=True)
 
             names = [name for name in body if name != "lm_head.weight"]
-            return CodedWeights([*names, "score.weight"], value, body.codes)
+            return MadeWeights([*names, "score.weight"], value, body.codes)
 
         config = self.config.with_scalar_head()
         return replace(self, config=config, weights=weights, generation_config={})
@@ -133,21 +126,28 @@ def open_source(
     `alphabet` is that of the task, for a tokenizer of characters; None: printable ASCII. For device
     "meta" no tensor is read or made.
     """
-    config, path, seed = model_config(settings), settings.model.path, settings.run.seed
-    tokenizer = _tokenizer(settings.model, alphabet)
-    if path is None:
-        source = ModelSource.from_seed(config, seed, tokenizer).ending_with_tokenizer()
+    config, model, seed = model_config(settings), settings.model, settings.run.seed
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: the model's own
+    if model.tokenizer == CHARACTERS:
+        tokenizer = character_tokenizer(PRINTABLE if alphabet is None else alphabet)
+    elif model.tokenizer is not None:
+        with named("model.tokenizer"):
+            tokenizer = hf.load_tokenizer(model.tokenizer)
+    if model.path is None:
+        source = ModelSource(config, lambda device: RandomWeights(config, seed, device), tokenizer)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            source = replace(source, generation_config={"eos_token_id": tokenizer.eos_token_id})
     else:
-        source = ModelSource.from_path(path)
+        source = ModelSource.from_path(model.path)
         if tokenizer is not None:
             if device != "meta":  # once per run
-                _compare_tokenizers(source.tokenizer, tokenizer, settings.model)
+                _compare_tokenizers(source.tokenizer, tokenizer, model)
             source = replace(source, tokenizer=tokenizer)
     if head == "score":
         source = source.with_scalar_head()
     tokenizer = source.tokenizer
-    if settings.model.template_args:
-        set_template_args(tokenizer, settings.model.template_args)
+    if model.template_args:
+        set_template_args(tokenizer, model.template_args)
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is "
@@ -170,8 +170,8 @@ def model_config(settings: Settings) -> ModelConfig:
             config = hf.model_config(path)
     # Checked here, since every command that reads a model comes by.
     for key in ("first_layers_bf16", "last_layers_bf16"):
-        if (count := getattr(precision, key)) > config.num_layers:
-            raise UserError(f"precision.{key} = {count}: the model has {config.num_layers} layers")
+        if (count := getattr(precision, key)) > (layers := len(config.layers)):
+            raise UserError(f"precision.{key} = {count}: the model has {layers} layers")
     if path is not None:
         plan = PrecisionPlan.from_settings(precision)
         check_base(config, plan, path)
@@ -198,16 +198,6 @@ def _config_json(settings: ModelSettings) -> dict[str, Any]:
     except (OSError, UserError) as error:
         raise UserError(f"model.config {config}: {error}") from None
     return contents
-
-
-def _tokenizer(settings: ModelSettings, alphabet: str | None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of model.tokenizer; None: the model's own."""
-    if settings.tokenizer is None:
-        return None
-    if settings.tokenizer != CHARACTERS:
-        with named("model.tokenizer"):
-            return hf.load_tokenizer(settings.tokenizer)
-    return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)
 
 
 def _compare_tokenizers(

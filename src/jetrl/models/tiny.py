@@ -43,17 +43,17 @@ class RandomWeights(CodedWeights):
         if not -(2**63) <= seed < 2**64:
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
         self._std = float(config.raw.get("initializer_range") or _DEFAULT_STD)
-        self._num_layers = config.num_layers
+        self._num_layers = len(config.layers)
         halves = [half for x in config.layers for half in (x.mixer, x.block)]
         self._residual = tuple({f".{half.linears[-1]}.weight" for half in halves})
-        self._shapes, self._device = parameter_shapes(config), device
-        super().__init__(self._shapes, self._drawn)
+        self.names = self._shapes = parameter_shapes(config)
+        self._device = device
         outline = torch.device(device).type == "meta"  # shapes without values
         self._generator = torch.Generator("cpu" if outline else device).manual_seed(seed)
         self._unmade = list(reversed(self._shapes))
         self._states: dict[str, Tensor] = {}
 
-    def _drawn(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         values: Tensor | None = None
         # The tensors before this one are made and dropped: one generator fills all, in order.
         while name not in self._states:

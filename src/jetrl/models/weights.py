@@ -20,7 +20,7 @@ weights are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,11 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
-from jetrl.models.coded_weights import CodedWeights
-from jetrl.models.layer import RMSNorm
+from jetrl.models.source import ModelSource
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.formats import BF16, Format, number_format
-from jetrl.precision.gradients import Expected, Gradients, OrderedGradients
+from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
@@ -47,50 +46,63 @@ class Weights:
     An adapter (`models.adapter`) adds small master weights, whole on every rank.
 
     Args:
-        tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
         trains: Returns whether the parameter of a name is trained, and so has a master weight.
-            None: all are, or none if `frozen`.
+            None: all are, or the adapter's choice, or none if `frozen`.
 
     Attributes:
+        tensors: Every parameter by name, any floating dtype, until all layers are built.
         masters: The FP32 parameters that the optimizer updates, by name; this rank's rows if
             divided.
         shards: The divisions of divided matrices, by name.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
+        rest: The format of embeddings and norms on each side.
+        linear_formats: The format of the linears on each side, per decoder layer.
     """
 
     def __init__(
         self,
-        tensors: CodedWeights,
+        source: ModelSource,
         plan: PrecisionPlan,
         device: torch.device,
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
-        adapter: Adapter | None = None,
     ) -> None:
+        ranks, adapter, tensors = world(), source.adapter, source.weights(device)
+        if adapter is not None:
+            tensors, trains = adapter.over(tensors), trains or adapter.lora.trains
         assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
-        self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
-        rest = number_format(plan.rest)
-        self.dtype = rest.dtype
-        self._rest: dict[Side, Format] = {"rollout": rest, "train": rest}
-        self._tensors = tensors
-        trained = [name for name in tensors if not frozen and (trains is None or trains(name))]
-        if trained and world().size > 1 and plan.reads_masters:
+        self.tensors, self._adapter = tensors, adapter
+        names = () if frozen else tensors.names
+        trained = [name for name in names if trains is None or trains(name)]
+        if trained and ranks.size > 1 and plan.reads_masters:
             raise UserError(
                 "precision.preset=fp32 needs whole master weights, which are divided among several "
                 "processes: use one process, or another preset"
             )
-        self.masters, self.shards = _masters(tensors, trained, device)
+        divided = ranks.size > 1 and device.type != "meta"
+        self.masters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, Shard] = {}
+        for name in trained:  # one at a time: files may be larger than memory
+            tensor = tensors[name]
+            if divided and tensor.dim() > 1:
+                shard = shard_of(len(tensor), ranks.rank, ranks.size)
+                if shard is not None:
+                    self.shards[name] = shard
+                    tensor = tensor[shard.own_rows].clone()
+            self.masters[name] = nn.Parameter(tensor.to(device, torch.float32))
         self.gradients = Gradients()
-        if world().size > 1 and not frozen and device.type != "meta":
-            self.gradients = OrderedGradients(world(), self.masters, self.shards)
-        self._expected: list[Expected] = []  # products of backward, in forward order
-        self._in_chunks: list[Tensor] = []
+        if divided and not frozen:
+            self.gradients = OrderedGradients(ranks, self.masters, self.shards)
+        self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
+        rest, num_layers = number_format(plan.rest), len(source.config.layers)
+        self.dtype = rest.dtype
+        self.rest: dict[Side, Format] = {"rollout": rest, "train": rest}
+        self.linear_formats = [plan.linear_formats(n, num_layers) for n in range(num_layers)]
         # Products of codes are BF16. A GPU widens operands that its FP8 GEMM does not support.
         widened = device.type == "cuda" and plan.widens_wgrad
         self._coded_wgrad = plan.gradient.coded and not widened
         self._asked_for: set[str] = set()
-        self._adapter = adapter
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
 
     def whole(self, name: str) -> Tensor:
@@ -106,14 +118,14 @@ class Weights:
         self._asked_for.add(name)
         if name in self.masters:
             return self.masters[name]
-        return nn.Parameter(self._tensors[name].to(self.device, torch.float32), requires_grad=False)
+        return nn.Parameter(self.tensors[name].to(self.device, torch.float32), requires_grad=False)
 
     def quantized(self, layer: str, name: str, formats: Mapping[Side, Format]) -> QuantizedWeight:
         """Return the quantized weight of a layer, which `requantize` rounds again."""
         assert layer not in self._quantized, f"two layers are called {layer}"
         codes = None
-        if self._tensors.codes is not None and any(f.frozen for f in formats.values()):
-            codes = self._tensors.codes(name)
+        if self.tensors.codes is not None and any(f.frozen for f in formats.values()):
+            codes = self.tensors.codes(name)
             if codes is None:  # a matrix that the files store in 16 bits
                 formats = {"rollout": BF16, "train": BF16}
         if codes is None:
@@ -128,7 +140,7 @@ class Weights:
             name=layer,
             master=master,
             formats=formats,
-            roundings=self.plan.roundings({side: formats[side] for side in self.sides}),
+            roundings={side: self.plan.rounding(side, formats[side]) for side in self.sides},
             shard=self.shards.get(name),
             fixed=fixed,
             codes=codes,
@@ -142,25 +154,27 @@ class Weights:
         bias_master = self.master(f"{name}.bias") if bias else None
         in_bf16 = formats["train"].coded and self._coded_wgrad
         if not weight.fixed:
-            self._expected.append((weight.master, torch.bfloat16 if in_bf16 else torch.float32))
+            dtype = torch.bfloat16 if in_bf16 else torch.float32
+            self.gradients.expected.append((weight.master, dtype))
+        adapter = None
+        if self._adapter is not None and name in self._adapter.shapes:
+            adapter = self._adapter_weight(name, self._adapter)
         return Linear(
             quantized=weight,
             bias=bias_master,
             plan=self.plan,
             out_dtype=self.dtype,
             gradients=self.gradients,
-            adapter=self._adapter_weight(name),
+            adapter=adapter,
         )
 
-    def _adapter_weight(self, layer: str) -> AdapterWeight | None:
-        """Return the adapter of a linear layer, registered for `requantize`; None without one."""
-        if self._adapter is None or layer not in self._adapter.shapes:
-            return None
+    def _adapter_weight(self, layer: str, adapter: Adapter) -> AdapterWeight:
+        """Return the adapter of a linear layer, registered for `requantize`."""
         for name in adapter_names(layer):
-            tensor = self._adapter.tensors[name].to(self.device, torch.float32, copy=True)
+            tensor = adapter.tensors[name].to(self.device, torch.float32, copy=True)
             self.masters[name] = nn.Parameter(tensor)
         a, b = (self.masters[name] for name in adapter_names(layer))
-        shape = self._adapter.shapes[layer]
+        shape = adapter.shapes[layer]
         # In the GPU's kernel all 64 rows of a tile of y belong to one part.
         whole_tiles = all(first % 64 == 0 for first, _ in shape.parts)
         assert whole_tiles or arithmetic_of(a) is None, f"{layer}: parts begin at {shape.parts}"
@@ -170,42 +184,34 @@ class Weights:
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the dtype of activations."""
-        weight = self.quantized("embed", "embed.weight", self._rest)
+        weight = self.quantized("embed", "embed.weight", self.rest)
         if not weight.fixed:
-            self._expected.append((weight.master, None))
+            self.gradients.expected.append((weight.master, None))
         return weight
 
     def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
         """Return the output head, with float32 logits."""
-        formats = {side: number_format(self.plan.on(side).lm_head) for side in self._rest}
+        formats = {side: number_format(self.plan.on(side).lm_head) for side in self.rest}
         weight = embedding
         if not tied or formats != embedding.formats:
             name = "embed.weight" if tied else "lm_head.weight"
             weight = self.quantized("lm_head", name, formats)
         if not weight.fixed:
-            self._in_chunks.append(weight.master)
-            self._expected.append((weight.master, torch.float32))
+            self.gradients.in_chunks.append(weight.master)
+            self.gradients.expected.append((weight.master, torch.float32))
         head = Linear(weight, None, self.plan, torch.float32, self.gradients)
         head.name = "lm_head"
         return head
 
-    def norm(self, name: str, eps: float) -> RMSNorm:
-        """Return the RMSNorm of the parameter `name`.weight."""
-        return RMSNorm(self.quantized(name, f"{name}.weight", self._rest), eps)
-
     def check_complete(self) -> None:
-        """Check, after all layers are built, that each weight belongs to a layer.
-
-        Also announces the products of backward to the gradients.
-        """
-        unread = sorted(set(self._tensors) - self._asked_for)
+        """Check, after all layers are built, that each weight belongs to a layer."""
+        unread = sorted(set(self.tensors.names) - self._asked_for)
         assert not unread, f"no layer reads or quantizes these weights: {', '.join(unread)}"
         adapted = () if self._adapter is None else self._adapter.shapes
         lost = [layer for layer in adapted if f"{layer}.lora" not in self._quantized]
         assert not lost, f"no layer has these adapters: {lost}"
-        self.gradients.expect(self._expected, self._in_chunks)
         self._adapter = None  # its tensors were copied
-        del self._tensors
+        del self.tensors
 
     @torch.no_grad()
     def requantize(self) -> None:
@@ -241,19 +247,3 @@ class Weights:
         for weight in self._quantized.values():
             assert isinstance(weight, QuantizedWeight), "a frozen model has no adapter"
             weight.move(moved)
-
-
-def _masters(
-    tensors: Mapping[str, Tensor], names: Sequence[str], device: torch.device
-) -> tuple[dict[str, nn.Parameter], dict[str, Shard]]:
-    """Return master weights on the device, read one by one, and the divisions of matrices."""
-    masters, shards = {}, {}
-    for name in names:
-        tensor = tensors[name]
-        if world().size > 1 and tensor.dim() > 1 and device.type != "meta":
-            shard = shard_of(len(tensor), world().rank, world().size)
-            if shard is not None:
-                shards[name] = shard
-                tensor = tensor[shard.own_rows].clone()
-        masters[name] = nn.Parameter(tensor.to(device, torch.float32))
-    return masters, shards

@@ -20,7 +20,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.int8 import (
@@ -261,13 +260,7 @@ class _NVFP4(Format):
         return elements // 2 + elements // NVFP4_GROUP
 
     def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> NVFP4Weight:
-        quantized = quantize_nvfp4(weight)
-        if not quantized.scale.isfinite():
-            raise UserError(
-                "the weight has values that are NaN or Inf, which NVFP4 cannot keep; fix the "
-                "model's files, or leave precision.base unset"
-            )
-        return in_device_order(quantized)
+        return in_device_order(quantize_nvfp4(weight))
 
     def fprop(
         self,

@@ -42,20 +42,18 @@ class Gradients:
 
     Methods that add return the gradient that backward returns to autograd for the master weight:
     None, unless the weight has a hook, which then gets each gradient.
+
+    Attributes:
+        expected: The products of master weights in the order of forward.
+        in_chunks: The weights whose products come in chunks, summed per micro-batch before they
+            are added.
     """
 
     def __init__(self) -> None:
-        self._in_chunks: Sequence[Tensor] = ()
+        self.expected: list[Expected] = []
+        self.in_chunks: list[Tensor] = []
         self._of_micro_batch: dict[Tensor, Tensor] = {}
         self._in_micro_batch = False
-
-    def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
-        """Announce the products of master weights in the order of forward.
-
-        Products of the weights `in_chunks` come in chunks, summed per micro-batch before they are
-        added.
-        """
-        self._in_chunks = in_chunks
 
     def begin_update(self) -> None:
         self._of_micro_batch.clear()
@@ -120,7 +118,7 @@ class Gradients:
 
     def _apart(self, master: Tensor) -> bool:
         """Return whether a master weight's products are summed per micro-batch first."""
-        return self._in_micro_batch and any(master is other for other in self._in_chunks)
+        return self._in_micro_batch and any(master is other for other in self.in_chunks)
 
     def _add_chunks(self, master: Tensor) -> None:
         """Add a micro-batch's sum of chunks to the gradient of a master weight."""
@@ -334,22 +332,18 @@ class OrderedGradients(Gradients):
         self._sent = 0  # number of stages of the round that were sent
         self._filling: _Stage | None = None  # to whose product backward may still add
 
-    def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
-        """Announce products in the order of forward; chunks are always summed per micro-batch."""
-        for master, dtype in products:
+    def begin_update(self) -> None:
+        self._sums.clear()
+        expected = {master for master, _ in self.expected}
+        by_autograd = [master for master in self._masters.values() if master not in expected]
+        self._autograd_sums = _AutogradSums(by_autograd)
+        self._stages.clear()
+        for master, dtype in self.expected:
             stage = _Stage(master, self._shards.get(master), dtype)
             for other in self._stages:
                 if other.master is master and other.dtype is None:
                     other.before = stage
             self._stages.appendleft(stage)
-
-    def begin_update(self) -> None:
-        self._sums.clear()
-        expected = {stage.master for stage in self._stages}
-        by_autograd = [master for master in self._masters.values() if master not in expected]
-        self._autograd_sums = _AutogradSums(by_autograd)
-        for stage in self._stages:
-            stage.made = stage.received = None
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
         """Begin a round: the backward of a micro-batch on each rank."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -273,10 +273,6 @@ class PrecisionPlan:
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
-
-    def roundings(self, formats: Mapping[Side, Format]) -> dict[Side, Rounding]:
-        """Return the rounding of a weight per side, from its format on each side."""
-        return {side: self.rounding(side, format) for side, format in formats.items()}
 
     def rounding(self, side: Side, format: Format) -> Rounding:
         """Return the rounding of a weight that one side reads in a format."""

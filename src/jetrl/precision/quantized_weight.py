@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
-from jetrl.errors import UserError, named
+from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.formats import FP8, FP32, NVFP4, Format, Rounding, StoredWeight
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
@@ -40,7 +40,7 @@ class QuantizedWeight:
     Args:
         master: FP32, [N, K] for a linear layer or [D] for a norm; this rank's rows if divided.
         formats: The format on each side.
-        roundings: The roundings (`PrecisionPlan.roundings`) to store, of the sides that are used.
+        roundings: The roundings (`PrecisionPlan.rounding`) to store, of the sides that are used.
         shard: The division of the weight's rows among ranks; None if it is not divided.
         codes: The weight in NVFP4, if the files store it so; `master` then has only a shape.
 
@@ -156,8 +156,12 @@ class QuantizedWeight:
             arithmetic = arithmetic_of(weight)
             dither = dithered_bf16 if arithmetic is None else arithmetic.dithered_bf16
             weight = dither(weight, self.name, self.shard.first_row if self.shard else 0)
-        with named(f"layer {self.name}"):
-            return rounding.format.round(weight, rounding.scales, into)
+        if rounding.format.frozen and not torch.stack(weight.aminmax()).isfinite().all():
+            raise UserError(
+                f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 cannot "
+                "keep; fix the model's files, or leave precision.base unset"
+            )
+        return rounding.format.round(weight, rounding.scales, into)
 
 
 def _by_name(rounding: Rounding) -> tuple[str, str, bool, bool]:
