@@ -14,9 +14,9 @@ from tests.training.shared import config
 
 from jetrl.errors import UserError
 from jetrl.memory.activations import PlannedMicroBatch, layer_backward_bytes
-from jetrl.memory.fitting import DoesNotFitError, check_fits, shown
+from jetrl.memory.fitting import DoesNotFitError, check_fits
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, shown
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig

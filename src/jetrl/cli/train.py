@@ -324,7 +324,7 @@ def _prompt_lines(prompt: Prompt) -> list[str]:
 
 def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[str]:
     """Yield settings and plans; raise UserError if the run would be rejected."""
-    from jetrl.memory.fitting import shown
+    from jetrl.memory.plan import shown
     from jetrl.precision.plan import PrecisionPlan, plan_table
     from jetrl.runs.directory import check_start
     from jetrl.session.open import TrainingContext, check_pairs, check_run

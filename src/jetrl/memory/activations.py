@@ -48,31 +48,42 @@ class PlannedMicroBatch:
     shared: bool = False
 
 
-def product_bytes(
+@dataclass(frozen=True)
+class WGradBytes:
+    """The bytes of WGrad products at three moments of a backward.
+
+    Attributes:
+        in_head: At lm_head.
+        in_layer: At the last MLP, whose first product counts with the layer.
+        at_end: When embedding rows are added; on several GPUs with the products of the first layer.
+    """
+
+    in_head: int
+    in_layer: int
+    at_end: int
+
+
+def wgrad_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     cards: int,
     lora: LoRA | None,
-) -> tuple[int, int, int]:
-    """Return the bytes of WGrad products at three moments of a backward.
-
-    The moments are: in lm_head; in the last MLP, whose first product counts with the layer; and
-    when embedding rows are added, on several GPUs in addition to products of the first layer.
-    """
+) -> WGradBytes:
     tied = config.tie_word_embeddings
     trained = lora is None or (lora.train_embeddings if tied else lora.train_head)
-    head = 4 * config.vocab_size * config.hidden_size if trained and config.head == "lm" else 0
+    head = _head_bytes(config) if trained and config.head == "lm" else 0
     if cards == 1:  # the product of the first micro-batch becomes the sum
         head = head if batch.several else 0
-        return head, head, 0 if tied else head
+        return WGradBytes(in_head=head, in_layer=head, at_end=0 if tied else head)
     # Embedding rows in BF16: own ones, and those gathered from all GPUs.
     rows = 2 * (cards + 1) * batch.tokens * config.hidden_size
     if lora is not None:
-        shapes = lora.shapes(config).values()
-        whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
         rows = rows if lora.train_embeddings else 0
-        return head, 2 * head, (cards + 1) * whole + rows + 2 * head
+        shapes = lora.shapes(config).values()
+        adapters = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
+        at_end = (cards + 1) * adapters + rows + 2 * head
+        return WGradBytes(in_head=head, in_layer=2 * head, at_end=at_end)
     in_bf16 = number_format(plan.train_linear).coded and plan.gradient.coded
     width = 2 if in_bf16 else 4
 
@@ -80,16 +91,21 @@ def product_bytes(
         shapes = half.parameter_shapes(config.hidden_size)
         return [width * math.prod(shapes[f"{linear}.weight"]) for linear in half.linears]
 
-    *earlier, last = products(config.layers[-1].block)
     # During the MLP: all slices of lm_head, then the last slices together with the MLP.
+    *earlier, last = products(config.layers[-1].block)
     mlp = 2 * last + (1 if in_bf16 else 2) * sum(earlier)
-    slice_bytes = min(head, _AT_ONCE)
-    received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
     if tied:  # the product is received whole, and kept until embedding rows are added
         received = max(head, mlp)
-    first = sum(products(config.layers[0].block)[:-1]) + sum(products(config.layers[0].mixer))
-    at_end = rows + (head if tied else 0) + 2 * first
-    return head, head + min(received, head + mlp), at_end
+    else:
+        slice_bytes = min(head, _AT_ONCE)
+        received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
+    first = config.layers[0]
+    in_first = sum(products(first.block)[:-1]) + sum(products(first.mixer))
+    return WGradBytes(
+        in_head=head,
+        in_layer=head + min(received, head + mlp),
+        at_end=rows + (head if tied else 0) + 2 * in_first,
+    )
 
 
 def kept_bytes(
@@ -104,7 +120,8 @@ def kept_bytes(
     With `recomputed` (activation checkpointing), layers save only their two inputs, and backward
     allocates the activations of one layer. Each linear of an adapter saves its product with A.
     """
-    wide, hidden, kv = _wide(plan), config.hidden_size, key_and_value_formats(plan.kv)
+    wide, hidden = activation_bytes(plan), config.hidden_size
+    kv = key_and_value_formats(plan.kv)
     layers = []
     for number, layer in enumerate(config.layers):
         format = plan.linear_format("train", number, config.num_layers)
@@ -127,19 +144,15 @@ def on_top_bytes(
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     recomputed: bool,
-    in_head: int,
-    in_layer: int,
+    wgrad: WGradBytes,
     lora: LoRA | None,
 ) -> int:
-    """Return the maximum bytes in addition to saved activations.
-
-    `in_head` and `in_layer` are the bytes of WGrad products (`product_bytes`).
-    """
-    in_layer += layer_backward_bytes(config, plan, batch, lora is not None)
+    """Return the maximum bytes in addition to saved activations."""
+    in_layer = wgrad.in_layer + layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
         return in_layer
     logits = logits_bytes(config, batch.tokens)
-    hidden = 10 * batch.tokens * config.hidden_size + in_head
+    hidden = 10 * batch.tokens * config.hidden_size + wgrad.in_head
     if recomputed:
         return max(in_layer, logits + logits // 2 + hidden)
     return max(in_layer, 2 * batch.tokens * config.vocab_size + max(logits, hidden))
@@ -176,8 +189,8 @@ def last_bytes(
     """
     if lora is not None and not lora.train_embeddings:
         return 4 * batch.tokens * config.hidden_size
-    tied = config.tie_word_embeddings and number_format(plan.lm_head).coded
-    head = 4 * config.vocab_size * config.hidden_size if tied else 0
+    separate = config.tie_word_embeddings and number_format(plan.lm_head).coded
+    head = _head_bytes(config) if separate else 0
     return 14 * batch.tokens * config.hidden_size + head
 
 
@@ -189,7 +202,7 @@ def forward_bytes(
     `contexts` is the number of tokens whose keys and values attention stages in 16 bits; 0 for only
     those of the forward. Adapters read BF16 values in addition to codes.
     """
-    wide, hidden = _wide(plan), config.hidden_size
+    wide, hidden = activation_bytes(plan), config.hidden_size
     layers = set(config.layers)
     block = max(wide * layer.block.forward_values(hidden, adapted) for layer in layers)
     mixer = max(layer.mixer.forward_bytes(hidden, wide) for layer in layers)
@@ -198,8 +211,14 @@ def forward_bytes(
     return max(tokens * block, tokens * mixer + earlier) + product
 
 
-def _wide(plan: PrecisionPlan) -> int:
+def activation_bytes(plan: PrecisionPlan) -> int:
+    """Return the bytes of one value of the residual stream."""
     return number_format(plan.rest).dtype.itemsize
+
+
+def _head_bytes(config: ModelConfig) -> int:
+    """Return the bytes of lm_head's gradient in FP32."""
+    return 4 * config.vocab_size * config.hidden_size
 
 
 def _nvfp4_product_bytes(

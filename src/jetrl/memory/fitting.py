@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, OtherModels, Row, Workload
+from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, shown
 from jetrl.models.families import ModelConfig
 from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
@@ -157,62 +157,72 @@ def check_fits(
         free = agree(LARGEST_SIZE, free)
     if free is None or device == "cpu":
         plan = run.plan(None, tokens, device)
-        # On a CPU activations differ, so refuse only if parameters and gradients do not fit.
-        needed = plan.at("optimizer") * world().local_size
-        if free is not None and needed > free:
-            what = "weights, optimizer states and gradients"
-            sizes = f"{what} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
-            plans = "to plan for a GPU: --dry-run --gpu-memory 80"
-            message = f"the model does not fit in CPU memory: {sizes}; {plans}\n\n{shown(plan)}"
-            raise UserError(message)
+        if free is not None:
+            _check_cpu(plan, free)
         return Fitted(plan, tokens, free)
     fitted = run.largest(free)
-    if fitted is not None:
-        return fitted
-    tightest = replace(run, cards=fewest or run.cards)
-    least = tightest.plan(free, min(STEP, tokens))
-    where, each = ("the GPU", "") if tightest.cards == 1 else (f"{tightest.cards} GPUs", " on each")
+    if fitted is None:
+        raise _does_not_fit(replace(run, cards=fewest or run.cards), free)
+    return fitted
+
+
+def _check_cpu(plan: MemoryPlan, free: int) -> None:
+    """Raise UserError if parameters and gradients exceed the CPU memory that is free."""
+    # Activations differ on a CPU, so they are not counted.
+    needed = plan.at("optimizer") * world().local_size
+    if needed > free:
+        what = "weights, optimizer states and gradients"
+        sizes = f"{what} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
+        plans = "to plan for a GPU: --dry-run --gpu-memory 80"
+        message = f"the model does not fit in CPU memory: {sizes}; {plans}\n\n{shown(plan)}"
+        raise UserError(message)
+
+
+def _does_not_fit(run: _Run, free: int) -> DoesNotFitError:
+    """Return the error for a run that does not fit, with its smallest plan and ways to fit."""
+    least = run.plan(free, min(STEP, run.tokens))
+    where, each = ("the GPU", "") if run.cards == 1 else (f"{run.cards} GPUs", " on each")
     sizes = f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
     why = f"even with micro-batches of {least.micro_batch.tokens} tokens it needs {sizes}"
-    ways = _ways(tightest, free)
+    ways = _ways(run, free)
     nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
     advice = "\n".join(map(str, ways)) or nothing
     message = f"the model does not fit on {where}: {why}\n\n{shown(least)}\n\n{advice}"
-    raise DoesNotFitError(message, ways)
+    return DoesNotFitError(message, ways)
 
 
 def _ways(run: _Run, free: int) -> list[Way]:
     """Return the smallest changes that fit: for full training, for LoRA, and with more GPUs."""
     remedies, shorter = list(_remedies(run)), list(_shorter_answers(run))
-    base: Changes = {"precision.base": NVFP4.name}
+    adapted: list[Changes] = [*remedies, {"precision.base": NVFP4.name}, *shorter]
     if run.settings.adapter.kind is None:
         whole = _smallest(run, [*remedies, *shorter], {}, free)
-        lora = _smallest(run, [*remedies, base, *shorter], {"adapter.kind": "lora"}, free)
-        ways = [*whole, *lora]
+        ways = [*whole, *_smallest(run, adapted, {"adapter.kind": "lora"}, free)]
     else:
-        ways = whole = _smallest(run, [*remedies, base, *shorter], {}, free)
+        ways = whole = _smallest(run, adapted, {}, free)
     # More GPUs need less memory each, unless forwards read master weights, which are not divided.
-    divided = not PrecisionPlan.from_settings(run.settings.precision).reads_masters
-    counts = [n for n in _MORE_GPUS if divided and n > run.cards]
+    if PrecisionPlan.from_settings(run.settings.precision).reads_masters:
+        return ways
     pinned = run.settings.distributed.same_bits_down_to
-    saving = [] if whole else [dict(pair for remedy in remedies for pair in remedy.items())]
-    for changes in ({}, *saving):
-        more = (run.way({**changes, **({_PINNED: n} if pinned else {})}, free, n) for n in counts)
-        if found := next(filter(None, more), None):
-            return [*ways, found]
+    for changes in ({}, *([] if whole else [_merged(remedies)])):
+        for cards in _MORE_GPUS:
+            if cards <= run.cards:
+                continue
+            way = run.way({**changes, **({_PINNED: cards} if pinned else {})}, free, cards)
+            if way is not None:
+                return [*ways, way]
     return ways
 
 
 def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int) -> list[Way]:
     """Return up to three sets of remedies that fit, each with the minimum number of settings."""
     remedies = [remedy for remedy in remedies if run.with_changes({**always, **remedy}, run.cards)]
-    all_of_them = dict(pair for r in (always, *remedies) for pair in r.items())
-    if run.way(all_of_them, free) is None:
+    if run.way(_merged([always, *remedies]), free) is None:
         return []
     for count in range(len(remedies) + 1):
         found: dict[tuple[str, ...], Way] = {}
         for chosen in itertools.combinations(remedies, count):
-            changes = dict(pair for r in (always, *chosen) for pair in r.items())
+            changes = _merged([always, *chosen])
             keys = tuple(changes)
             twice = len(keys) < len(always) + sum(map(len, chosen))  # of one setting
             if not twice and keys not in found and (way := run.way(changes, free)):
@@ -222,6 +232,11 @@ def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int
         if found:
             return list(found.values())
     return []
+
+
+def _merged(changes: Iterable[Changes]) -> Changes:
+    """Return all changes together; the last one of a setting counts."""
+    return dict(pair for change in changes for pair in change.items())
 
 
 def _remedies(run: _Run) -> Iterator[Changes]:
@@ -248,23 +263,3 @@ def _shorter_answers(run: _Run) -> Iterator[Changes]:
         if (settings.eval.max_tokens or 0) > answer:
             shorter["eval.max_tokens"] = answer
         yield shorter
-
-
-_LEAST = GIB / 2000  # bytes that are not shown as 0.000 GiB
-
-
-def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return the plan as a table, without rows that are 0.000 in every column."""
-    moments = [moment for moment in MOMENTS if plan.at(moment)]
-    rows = [row for row in plan.rows if max(row.bytes.values()) >= _LEAST]
-    held = {moment: plan.at(moment) for moment in moments}
-    rows.append(Row("held", held))
-    if plan.reserve:
-        rows.append(Row("left for kernels' code and holes", dict.fromkeys(moments, plan.reserve)))
-        rows.append(Row("needed", {m: size + plan.reserve for m, size in held.items()}))
-    width = max(len(row.what) for row in rows)
-    lines = ["".join(("GiB".ljust(width), *(f"{moment:>11}" for moment in moments)))]
-    for row in rows:
-        sizes = (f"{row.bytes[m] / GIB:.3f}" if row.bytes.get(m) else "" for m in moments)
-        lines.append("".join((row.what.ljust(width), *(f"{size:>11}" for size in sizes))))
-    return "\n".join((indent + line).rstrip() for line in lines)

@@ -45,6 +45,7 @@ GIB = 2**30
 _LIBRARIES = 128 * 2**20
 # Bytes of a GPU that no row counts: kernel code (0.2 GiB) and fragmentation.
 _RESERVE = 3 * 2**29
+_LEAST = GIB / 2000  # bytes that are not shown as 0.000 GiB
 
 
 @dataclass(frozen=True)
@@ -280,26 +281,26 @@ class MemoryPlan:
         return sum(state_bytes(shape, states) for shape in shapes.values())
 
     def _draft_head_bytes(self) -> int:
-        width, size = number_format(self._plan.rest).dtype.itemsize, self._config.hidden_size
+        width, size = activations.activation_bytes(self._plan), self._config.hidden_size
         shapes = draft_head_shapes(size)
         weights = sum(map(math.prod, shapes.values())) * (4 + width) + self._optimizer_bytes(shapes)
         rows = min(KNOWN_TOKENS, self._config.vocab_size) + self._settings.draft_head.most_tokens
         return weights + width * size * rows
 
     def _add_rollout(self, free: int | None) -> None:
-        """Add KV pages, decode and prefill."""
-        rollout, config = self._settings.rollout, self._config
-        plan, load = self._plan, self._load
-        drafts = verified_drafts(rollout.speculation, plan.exact, self._device, rollout.oversample)
+        """Add KV pages, decode and prefill; `free` bytes limit the pages."""
+        rollout, config, load = self._settings.rollout, self._config, self._load
+        sampler = self._plan.on("rollout")
         contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
-        sampler = plan.on("rollout")
         page = rollout.page_size * kv_bytes_per_token(config, sampler)
         needed = -(-load.tokens // rollout.page_size)
         pages = rollout.num_pages or needed * load.sequences
         if free is not None and rollout.num_pages is None:
-            left = max(0, free - sum(row.bytes.get("rollout", 0) for row in self.rows))
+            left = max(0, free - self.at("rollout"))
             room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
             pages = max(needed, min(pages, room // page))
+        self._add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
+        self._add_decode()
         # Without enough pages, sequences are preempted and later prefilled again.
         held = needed * load.sequences
         if load.most_held is not None:
@@ -308,22 +309,33 @@ class MemoryPlan:
         continues = load.continues or pages < held
         read = load.sequences * load.tokens if continues else load.prompts
         prompts = min(rollout.max_prefill_tokens, read)
-        # CUDA graphs keep the activations of the largest decode batch for the whole step. Logits of
-        # prefill are outside of them: at most one row per sequence.
-        adapted = self._settings.adapter.kind is not None
-        logit = 4 * config.vocab_size
-        stays: tuple[Moment, ...] = ("rollout",) if self._device == "cpu" else self._moments
-        rows = most_rows(load.sequences, drafts)
-        graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
-        decode = dict.fromkeys(stays, graphs) | {"rollout": graphs + load.sequences * logit}
-        text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
         earlier = contexts if continues else 0
-        prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
         over = f", contexts of {contexts}" if continues else ""
-        self._add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
-        self._add("decode's graphs and logits", decode)
-        self._add("text of drafts", dict.fromkeys(stays, text))
+        prefill = self._forward_bytes(prompts, earlier)
         self._add(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill})
+
+    def _add_decode(self) -> None:
+        """Add decode's CUDA graphs, which keep the activations of the largest batch, and drafts.
+
+        Logits of prefill are outside of graphs: at most one row per sequence.
+        """
+        rollout, config, load = self._settings.rollout, self._config, self._load
+        drafts = verified_drafts(
+            rollout.speculation, self._plan.exact, self._device, rollout.oversample
+        )
+        rows = most_rows(load.sequences, drafts)
+        logit = 4 * config.vocab_size
+        graphs = self._forward_bytes(rows) + rows * logit
+        text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
+        kept: tuple[Moment, ...] = ("rollout",) if self._device == "cpu" else self._moments
+        decode = dict.fromkeys(kept, graphs) | {"rollout": graphs + load.sequences * logit}
+        self._add("decode's graphs and logits", decode)
+        self._add("text of drafts", dict.fromkeys(kept, text))
+
+    def _forward_bytes(self, tokens: int, contexts: int = 0) -> int:
+        """Return the bytes of a forward of the policy during sampling."""
+        adapted = self._settings.adapter.kind is not None
+        return activations.forward_bytes(self._config, self._plan, tokens, contexts, adapted)
 
     def _add_forwards(self) -> None:
         rollout, load, reward = self._settings.rollout, self._load, self._others.reward
@@ -351,14 +363,11 @@ class MemoryPlan:
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
         trained = _trained_shapes(config, self._cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
-        head_name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-        if config.head == "score":
-            head_name = "score.weight"
-        first = gradients if batch.several else 4 * math.prod(trained.get(head_name, (0,)))
+        first = gradients if batch.several else 4 * math.prod(trained.get(_head_name(config), (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
-        head, layer, late = activations.product_bytes(config, plan, batch, self._cards, lora)
-        on_top = activations.on_top_bytes(config, plan, batch, recomputed, head, layer, lora)
-        last = activations.last_bytes(config, plan, batch, lora) + late
+        wgrad = activations.wgrad_bytes(config, plan, batch, self._cards, lora)
+        on_top = activations.on_top_bytes(config, plan, batch, recomputed, wgrad, lora)
+        last = activations.last_bytes(config, plan, batch, lora) + wgrad.at_end
         start, finish = (first, kept, on_top), (gradients, 0, last)
         # If both moments share a column, it shows the higher one.
         started = end == moment and (batch.several or sum(start) >= sum(finish))
@@ -367,6 +376,29 @@ class MemoryPlan:
         names = ("gradients, FP32", activations_of, "while gradients are made")
         for index, name in enumerate(names):
             self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
+
+
+def shown(plan: MemoryPlan, indent: str = "  ") -> str:
+    """Return the plan as a table, without rows that are 0.000 in every column."""
+    moments = [moment for moment in MOMENTS if plan.at(moment)]
+    rows = [row for row in plan.rows if max(row.bytes.values()) >= _LEAST]
+    held = {moment: plan.at(moment) for moment in moments}
+    rows.append(Row("held", held))
+    if plan.reserve:
+        rows.append(Row("left for kernels' code and holes", dict.fromkeys(moments, plan.reserve)))
+        rows.append(Row("needed", {m: size + plan.reserve for m, size in held.items()}))
+    width = max(len(row.what) for row in rows)
+    lines = ["".join(("GiB".ljust(width), *(f"{moment:>11}" for moment in moments)))]
+    for row in rows:
+        sizes = (f"{row.bytes[m] / GIB:.3f}" if row.bytes.get(m) else "" for m in moments)
+        lines.append("".join((row.what.ljust(width), *(f"{size:>11}" for size in sizes))))
+    return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def _head_name(config: ModelConfig) -> str:
+    if config.head == "score":
+        return "score.weight"
+    return "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
 @functools.lru_cache(maxsize=32)  # the search for settings that fit makes hundreds of plans

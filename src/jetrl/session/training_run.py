@@ -21,8 +21,7 @@ from jetrl.errors import (
     UserError,
     ending,
 )
-from jetrl.memory.fitting import shown
-from jetrl.memory.plan import GIB
+from jetrl.memory.plan import GIB, shown
 from jetrl.precision.plan import words_of
 from jetrl.rollout.options import Progress
 from jetrl.runs.attempts import StatusFile
