@@ -1,15 +1,15 @@
-"""The adapter of a model: which linear layers have a low-rank adapter, and its initial values.
+"""The low-rank adapter (LoRA) of a model: its target layers and initial values.
 
-Checkpoints keep Q, K and V apart, and so do adapters that others wrote: each stored linear layer
-has an A and a B. Ours are stacked like the weights next to them (`precision.adapter`): the master
-weights of the adapter of `layers.0.qkv` are `layers.0.qkv.lora_A` and `layers.0.qkv.lora_B`.
+In PEFT's files, each stored linear layer (Q, K and V separately) has an A and a B. In jetrl they
+are stacked like the weights (`precision.adapter`): the master weights for `layers.0.qkv` are
+`layers.0.qkv.lora_A` and `layers.0.qkv.lora_B`.
 
-Targets are written as in PEFT: `all-linear`; names, each for every stored linear layer with that
-name or with a name that ends with it after a dot; or one text, a regular expression that matches
-the whole of a layer's name, with or without its `model.` in front.
+Targets are as in PEFT: `all-linear`; a list of names, each of which selects the stored linear
+layers that have this name, or whose name ends with a dot and this name; or a regular expression
+that matches the whole name of a layer, with or without the prefix `model.`.
 
-A new adapter changes nothing: A is uniform within 1 / sqrt(K), as in PEFT, and B is zero. A draw
-depends on the run's seed and the stored layer's name.
+A new adapter does not change the model: A is uniform in +-1 / sqrt(K), as in PEFT, and B is zero.
+A draw depends only on the run's seed and the name of the stored layer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _EMBEDDINGS, _HEAD, _SCORE = "embed.weight", "lm_head.weight", "score.weight"
 
 @dataclass(frozen=True)
 class LoRA:
-    """The kind of an adapter: rank, scale, target layers, and parameters trained next to it.
+    """The settings of an adapter: rank, scale, target layers, and fully trained parameters.
 
-    `rslora` divides alpha by the square root of the rank instead of the rank.
+    Attributes:
+        rslora: Divide alpha by the square root of the rank instead of the rank.
+        targets: As in PEFT (see the module's docstring).
     """
 
     rank: int
@@ -53,11 +55,11 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's product."""
+        """The factor s in W + s B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def trains(self, name: str) -> bool:
-        """Return whether a base parameter, named as in `families.parameter_shapes`, is trained."""
+        """Return whether a base parameter (`families.parameter_shapes`) is fully trained."""
         if name == _EMBEDDINGS:
             return self.train_embeddings
         if name == _HEAD:
@@ -65,7 +67,10 @@ class LoRA:
         return name == _SCORE or (name.endswith("norm.weight") and self.train_norms)
 
     def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
-        """Return each linear layer's adapter shape by the layer's name."""
+        """Return the shape of the adapter of each linear layer, by jetrl's name of the layer.
+
+        Raises UserError for targets that match no layer, or for half of a tied pair.
+        """
         tied = config.tie_word_embeddings and config.head == "lm"
         if tied and self.train_head != self.train_embeddings:
             raise UserError(
@@ -84,7 +89,10 @@ class LoRA:
 def adapted_parts(
     config: ModelConfig, targets: tuple[str, ...] | str, key: str = "adapter.targets"
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return the stored linear layers that targets (see `LoRA`) select, by our layer's name."""
+    """Return the stored linear layers that targets select, by jetrl's name of the layer.
+
+    Raises UserError, with `key` in front, for targets that match no layer.
+    """
     linears = linear_layers(config)
     chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
     adapted = {
@@ -95,7 +103,7 @@ def adapted_parts(
 
 
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
-    """Return the names that targets select; `key` names the targets in messages."""
+    """Return the names that targets select."""
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return set(names)
     last = sorted({name.rpartition(".")[2] for name in names})
@@ -120,16 +128,21 @@ def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[s
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """Return the names of the master weights A and B of a linear layer's adapter."""
+    """Return the names of the master weights A and B of a linear layer."""
     return f"{layer}.lora_A", f"{layer}.lora_B"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter with its initial values: shapes by linear layer, tensors by `adapter_names`.
+    """An adapter with its initial values.
 
-    `tensors` may make or read each one on access. `origin` is the directory that the adapter was
-    read from; None if it is new.
+    Attributes:
+        shapes: The shape per linear layer.
+        tensors: A and B by `adapter_names`, float32; may be drawn on access.
+        replaced: Parameters that replace those of the base, float32, by jetrl's names.
+        origin: The directory of the adapter; None if it is new.
+        base_digest: The digest of the base it was trained on; None if unknown.
+        unties: Whether `replaced` unties the head from the embedding.
     """
 
     lora: LoRA
@@ -142,9 +155,9 @@ class Adapter:
 
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int, device: str = "cpu") -> Adapter:
-        """Return a new adapter, A random and B zero; on "meta" it has shapes without values."""
+        """Return a new adapter: A is random, B is zero. On "meta", tensors have no values."""
         shapes, parts = lora.shapes(config), adapted_parts(config, lora.targets)
-        device = "meta" if device == "meta" else "cpu"  # draws there are the same for all devices
+        device = "meta" if device == "meta" else "cpu"  # the same draws for all devices
 
         def drawn(name: str) -> Tensor:
             layer, _, kind = name.rpartition(".")
@@ -166,7 +179,7 @@ class Adapter:
     def check_base(self, digest: str) -> None:
         """Raise a UserError if the adapter was trained on another base.
 
-        With replaced parameters the stored digest includes them, so it is not compared.
+        There is no check if the adapter replaces parameters, since the stored digest includes them.
         """
         if not self.replaced and self.base_digest not in (None, digest):
             raise UserError(
@@ -175,11 +188,11 @@ class Adapter:
             )
 
     def shape(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of a base with the adapter, which may untie the head."""
+        """Return the configuration of a base with the adapter, which may untie the head."""
         return dataclasses.replace(config, tie_word_embeddings=False) if self.unties else config
 
     def over(self, weights: CodedWeights) -> CodedWeights:
-        """Return the base's weights with those that the adapter replaces."""
+        """Return the base's weights with the adapter's replacements."""
         if not self.replaced:
             return weights
         head = (_HEAD,) if self.unties else ()
@@ -187,17 +200,17 @@ class Adapter:
         def value(name: str) -> Tensor:
             if name in self.replaced:
                 return self.replaced[name]
-            return weights[_EMBEDDINGS if name in head else name]  # an untied head begins so
+            return weights[_EMBEDDINGS if name in head else name]  # for an untied head
 
         return MadeWeights([*weights, *head], value, weights.codes)
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
-    """Return a digest of a base model's parameter names and shapes, and of some values.
+    """Return a digest of a base model: 32 hexadecimal digits of SHA-256.
 
-    The values are `vectors`, the FP32 weights of norms and biases in order, and the first rows of
-    the embedding [V, D]. Training changes them in practice, and they are the same under every
-    precision plan.
+    It covers names and shapes of parameters, and values that training changes in practice and that
+    are equal under all precision plans, in BF16: `vectors` (norms and biases, in order) and the
+    first 1,024 rows of the embedding [V, D].
     """
     digest = hashlib.sha256(repr(sorted(parameter_shapes(config).items())).encode())
     for values in (*vectors, embedding[:_DIGEST_ROWS]):
@@ -207,6 +220,6 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
 
 
 def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
-    """Return the `base_digest` of a base's stored weights."""
+    """Return the `base_digest` of stored weights by jetrl's names."""
     vectors = [weights[name] for name, shape in parameter_shapes(config).items() if len(shape) == 1]
     return base_digest(config, vectors, weights[_EMBEDDINGS])

@@ -1,16 +1,16 @@
-"""From a prompt to the token ids a model is given.
+"""Encode prompts, environment replies and demonstrations as token ids.
 
-Text is encoded unchanged, after the beginning-of-sequence token if the tokenizer adds one (Llama 3
-does, Qwen does not) and the text does not start with it. An end token that a tokenizer would add is
-left out: it would end the sequence before the answer.
+Text is encoded unchanged. The beginning-of-sequence token is prepended if the tokenizer adds one
+(Llama 3 does, Qwen does not) and the text does not start with it. An end-of-sequence token is not
+appended, since the model continues the sequence.
 
-Messages go through the tokenizer's chat template, which writes all special tokens itself and opens
-an assistant turn at the end. If the last message is the assistant's, its text follows the opening,
-and the model continues it. A worked answer that is more than a text (tool calls, thoughts) is
-written by the template too, and what the template has opened already (`<think>`) is not repeated.
+Messages are rendered by the tokenizer's chat template, which writes all special tokens and opens an
+assistant turn at the end. If the last message is from the assistant, its text follows the opening,
+and the model continues it. A demonstration with tool calls or reasoning is also rendered by the
+template. A tag that the template opens (`<think>`) is not repeated.
 
-Special tokens in the environment's text are encoded as text, not as control tokens, and on request
-so are those of prompts and worked answers (`models.tokenizer`).
+Special tokens in environment replies are encoded as text, not as control tokens. Settings extend
+this to prompts and demonstrations, or switch it off (`models.tokenizer`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from jetrl.types import Example, Message, PlainText, Prompt, PromptInputs, Turn
 from jetrl.types.conversation import LABELS, REASONING, as_message, as_template_args, as_tools
 from jetrl.untrusted import LimitError
 
-_MARK = "jetrl-marks-the-assistant"  # a template's output is cut at this text
-_ASKED = Conversation([{"role": "user", "content": "?"}])  # a prompt of which only tokens are known
+_MARK = "jetrl-marks-the-assistant"  # a placeholder, at which a rendered text is split
+_ASKED = Conversation([{"role": "user", "content": "?"}])  # used if only a prompt's ids are known
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _THOUGHT = re.compile(r"<([\w:]*(?:think|thought|reason)\w*)>")
 
 
 class ReplyError(UserError):
-    """An error of one environment reply: its text cannot be given to the model."""
+    """An environment reply whose text cannot be encoded; other replies can."""
 
 
 def encode_prompt(
@@ -58,9 +58,10 @@ def encode_prompt(
     system_prompt: str | None = None,
     plain_text: PlainText = "replies",
 ) -> PromptInputs:
-    """Return what the model reads of a prompt, at least one token.
+    """Return the token ids of a prompt, at least one.
 
-    `plain_text="all"` encodes special tokens in the prompt as text.
+    `plain_text="all"` encodes special tokens in the prompt as text. Raises UserError, with the
+    prompt's id, if the tokenizer or its chat template does not support the prompt.
     """
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
@@ -71,7 +72,7 @@ def encode_prompt(
     elif system_prompt is not None:
         raise UserError(f"{where} is plain text, which a system prompt cannot be put before")
     else:
-        assert prompt.text is not None  # Prompt holds exactly one of text and messages
+        assert prompt.text is not None  # a Prompt has either text or messages
         token_ids = encode_text(tokenizer, prompt.text, where, as_text=plain_text == "all")
     if not token_ids:
         raise UserError(f"{where}: no tokens; a prompt needs at least one")
@@ -86,10 +87,16 @@ def encode_text(
     as_text: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> list[int]:
-    """Return a text's token ids, after a beginning-of-sequence token if the tokenizer adds one.
+    """Return the token ids of a text, with a beginning-of-sequence token if the tokenizer adds one.
 
-    `begin=False` continues a sequence, without that token. `as_text` encodes special tokens as
-    text. `names` has special tokens that are text, by their placeholders.
+    Args:
+        where: Words for the text in error messages.
+        begin: False for a text that continues a sequence: no beginning-of-sequence token.
+        as_text: Encode special tokens as text.
+        names: Special tokens to encode as text, by the placeholders in `text`.
+
+    Raises:
+        UserError: a character that has no token.
     """
     try:
         if names:
@@ -102,7 +109,7 @@ def encode_text(
             return [bos, *plain] if opened[:1] == [bos] else plain
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{where}: {_lacking(tokenizer, text) or error}") from error
     return plain
 
@@ -114,12 +121,20 @@ def encode_reply(
     where: str = "reply",
     as_text: bool = True,
 ) -> list[int]:
-    """Return a reply's token ids, from the end of an assistant's turn to the start of the next.
+    """Return the token ids between two assistant turns: the end of a turn, a reply, an opening.
 
-    A text follows the turn unchanged. A message is written by the chat template: after the
-    template's end of an assistant message (the part that the model has not written itself), before
-    the opening of the next assistant turn. `as_text` encodes special tokens as text, so that a
-    reply cannot end its own turn. A ReplyError means that another text would do.
+    A text is encoded unchanged, without an end or an opening. A message is rendered by the chat
+    template. If the model has sampled the token that ends its turn, the end is not repeated.
+
+    Args:
+        reply: A text, or a message with a role.
+        completion: The token ids of the assistant turn.
+        where: Words for the reply in error messages.
+        as_text: Encode special tokens as text, so that a reply cannot end its own turn.
+
+    Raises:
+        ReplyError: this text cannot be encoded, but others can.
+        UserError: the chat template supports no reply of this role.
     """
     names: dict[str, str] = {}
     if isinstance(reply, str):
@@ -131,9 +146,9 @@ def encode_reply(
         try:
             end, after = _reply_text(tokenizer, message, where)
         except UserError as error:
-            _reply_text(tokenizer, {**message, "content": "?"}, where)  # raises if any text does
+            _reply_text(tokenizer, {**message, "content": "?"}, where)  # raises if no text works
             raise ReplyError(shown(str(error), names)) from None
-        # The model may have drawn the token that ends its turn: the template's is not repeated.
+        # The model may have sampled the token that ends its turn.
         drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
         assert isinstance(drawn, str)
         text, as_text = end.removeprefix(drawn) + after, False
@@ -144,7 +159,7 @@ def encode_reply(
 
 
 def _reply_text(tokenizer: PreTrainedTokenizerBase, reply: Message, where: str) -> tuple[str, str]:
-    """Return a template's end of an assistant message, and its text of the reply after that."""
+    """Return the rendered end of an assistant message, and the rendered reply after it."""
     own_mark = _MARK
     while any(own_mark in value for value in reply.values() if isinstance(value, str)):
         own_mark += "-x"
@@ -165,11 +180,10 @@ def _reply_text(tokenizer: PreTrainedTokenizerBase, reply: Message, where: str) 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, asked: Conversation, where: str, mark: str = _MARK
 ) -> str | None:
-    """Return a template's text after an assistant's message; None if it does not write it."""
+    """Return the rendered text after an assistant message; None if the message is left out."""
     turn = [*asked.messages, {"role": "assistant", "content": mark}]
     last = _render(tokenizer, replace(asked, messages=turn), where, open_turn=False)
-    # Text before the mark may differ (Qwen3 opens a thinking block in a last message):
-    # the sequence has that already.
+    # The text before the mark may differ: Qwen3 opens a thinking block in the last message.
     _, found, end = last.rpartition(mark)
     return end if found else None
 
@@ -182,15 +196,23 @@ def encode_turns(
     plain_text: PlainText = "replies",
     asked: Prompt | None = None,
 ) -> Example:
-    """Return a worked answer as the sequence that sampling would have produced.
+    """Return a demonstration as the token ids that sampling would have produced.
 
-    The last turn, and each turn before a message, ends with the end-of-sequence token if the
-    tokenizer has one. A turn before a text does not: the task's stop string is part of the turn.
-    `plain_text` selects the special tokens that are encoded as text: those of replies, all or none.
-    `asked` is what `prompt` encodes, for the chat template of turns that are messages.
+    A turn ends with the end-of-sequence token if the tokenizer has one, except before a text reply:
+    there the turn ends with the task's stop string.
+
+    Args:
+        prompt: The token ids of the prompt.
+        turns: Assistant turns with the replies of the environment.
+        where: Words for the demonstration in error messages.
+        plain_text: The special tokens to encode as text: those of replies, all or none.
+        asked: The prompt before encoding, for the chat template of turns that are messages.
+
+    Raises:
+        UserError: the tokenizer or its chat template does not support a turn.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Without a word of it, the template sees a short question.
+    # If the prompt's messages are unknown, the template gets a short question instead.
     said = _ASKED if asked is None or asked.messages is None else _conversation(asked, where)
     completion: list[int] = []
     environment = []
@@ -230,10 +252,10 @@ def _after_opening(
     said: Conversation,
     where: str,
 ) -> str | Message:
-    """Return an answer without what the template has written already, such as <think>.
+    """Return an answer without text that the template has already written, such as <think>.
 
-    A thought that the template opens and the answer does not close is for the template to close:
-    the answer is returned as a message then.
+    If the template opens a block of reasoning and the answer does not close it, return a message,
+    so that the template closes the block.
     """
     opening = _opening(tokenizer, said, where)
     if not opening:
@@ -263,14 +285,14 @@ def _after_opening(
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> str:
-    """Return the text by which a chat template opens an assistant's turn; "" without one."""
+    """Return the text with which a chat template opens an assistant turn; "" without one."""
     if not tokenizer.chat_template:
         return ""
     asked = replace(_ASKED, template_args=said.template_args)
     try:
         closed = _render(tokenizer, asked, where, open_turn=False)
         opened = _render(tokenizer, asked, where, open_turn=True)
-    except UserError:  # a template of other roles: its prompts do not begin so
+    except UserError:  # a template without the role `user`
         return ""
     return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
@@ -282,9 +304,10 @@ def _encode_answer(
     where: str,
     plain_text: PlainText,
 ) -> list[int]:
-    """Return the tokens of an assistant's message by the template, with its end.
+    """Return the token ids of a rendered assistant message, with its end.
 
-    It ends as a text does, unless the template ends it otherwise (<|eom_id|> of Llama 3).
+    The end is the end-of-sequence token, unless the template writes another special token
+    (<|eom_id|> in Llama 3).
     """
     if message["role"] != "assistant" or said.messages[-1]["role"] == "assistant":
         problem = "follows another one" if message["role"] == "assistant" else "is not one"
@@ -317,13 +340,13 @@ def _encode_answer(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Return the text of tokens, without special tokens and with spaces unchanged."""
+    """Return the text of token ids, without special tokens; spaces are not cleaned up."""
     kind, ids = type(tokenizer), list(token_ids)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind._decode is PreTrainedTokenizerFast._decode
         and kind.decode is PreTrainedTokenizerBase.decode
-    ):  # transformers' own wrapper takes ten times as long for a few tokens
+    ):  # transformers' wrapper takes ten times as long for a few tokens
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
@@ -331,7 +354,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 
 
 def _conversation(prompt: Prompt, where: str) -> Conversation:
-    """Return a prompt's messages with its tools and template arguments, checked."""
+    """Return the messages, tools and template arguments of a prompt, after checking them."""
     return Conversation(
         [as_message(message, where) for message in prompt.messages or ()],
         as_tools(prompt.tools, f"{where}: tools"),
@@ -346,7 +369,7 @@ def _encode_messages(
     where: str,
     plain_text: PlainText,
 ) -> list[int]:
-    """Return the token ids of messages by the chat template, an assistant's turn opened."""
+    """Return the token ids of a prompt's messages and of the opening of an assistant turn."""
     chat, names = _conversation(prompt, where), dict[str, str]()
     messages, tools = [*chat.messages], chat.tools
     if plain_text == "all":
@@ -366,7 +389,7 @@ def _encode_messages(
             )
         begun = last["content"]
     text = _render(tokenizer, replace(chat, messages=messages, tools=tools), where, open_turn=True)
-    # The last word may be several tags: <|Assistant|><think> of DeepSeek.
+    # The last word may be several tags, such as DeepSeek's <|Assistant|><think>.
     end = "".join(text.split()[-1:])
     opening = [end, *(tag for tag in _TAG.findall(end)[-1:] if end.endswith(tag))]
     if twice := [word for word in opening if begun.lstrip().startswith(word)]:
@@ -374,7 +397,7 @@ def _encode_messages(
             f"{where}: its last message, the assistant's, begins with {twice[0]!r}, with which "
             "the chat template opens the turn: leave it out"
         )
-    text += begun  # as the model would have written it; transformers: continue_final_message
+    text += begun  # as continue_final_message in transformers
     for message in messages:
         _check_written(message, text, where)
     return encode_text(tokenizer, text, where, begin=False, names=names)
@@ -383,7 +406,7 @@ def _encode_messages(
 def _render(
     tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str, open_turn: bool
 ) -> str:
-    """Return a conversation's text by the chat template, an assistant's turn opened if asked."""
+    """Return a conversation rendered by the chat template; `open_turn` adds an opening."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{where} is made of messages, but the tokenizer has no chat template; use an "
@@ -391,7 +414,7 @@ def _render(
         )
     chat = _as_read(tokenizer, chat, where)
     arguments = [function["arguments"] for function in _functions(chat.messages)]
-    # Most templates write arguments as JSON; some join them as text, and get their JSON.
+    # Most templates write arguments as JSON. Some concatenate them as text and need JSON text.
     forms = [chat, replace(chat, messages=_arguments_as_text(chat.messages))]
     refusal: LimitError | None = None
     for form in forms if any(arguments) else forms[:1]:
@@ -400,13 +423,13 @@ def _render(
         except LimitError as error:
             refusal = refusal or error
             continue
-        if form is forms[1] or not any(str(a) in text and a for a in arguments):  # Python's {'a'}
+        if form is forms[1] or not any(str(a) in text and a for a in arguments):  # a dict's repr
             return text
     raise UserError(f"{where}: the tokenizer's chat template refuses it: {refusal}") from refusal
 
 
 def _functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the functions of tool calls, with a name and arguments."""
+    """Yield the name and arguments of each tool call."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             yield {"arguments": {}, **call.get("function", call)}
@@ -427,7 +450,10 @@ def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_read(tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str) -> Conversation:
-    """Return a conversation with thoughts by all their names; refuse what no template reads."""
+    """Return a conversation whose reasoning has all key names that templates read.
+
+    Raises UserError for tools, template arguments or keys of messages that the template ignores.
+    """
     template = template_of(tokenizer, chat)
     read = names_read(template)
     if chat.tools and "tools" not in read:
@@ -435,7 +461,7 @@ def _as_read(tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str)
             f"{where} has tools, which the tokenizer's chat template does not read; use another "
             'template, or leave them out (task.options.tools = "")'
         )
-    # What says nothing may be missing in a template that another model has.
+    # An empty argument is allowed even if the template does not read it.
     args = {k: v for k, v in chat.template_args.items() if k in read or v not in ("", [], {})}
     given = {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map}
     check_template_args(template, args, given, f"{where}: its template_args")
@@ -449,21 +475,21 @@ def _as_read(tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str)
                     f"{where}: the message of role {message['role']!r} has {key!r}, which the "
                     "tokenizer's chat template does not read; use another template, or take it out"
                 )
-        # As transformers does: gpt-oss's template reads `thinking`, Qwen3's `reasoning_content`.
+        # As in transformers: gpt-oss's template reads `thinking`, Qwen3's `reasoning_content`.
         named = {"thinking": thoughts, **message, "reasoning_content": thoughts}
         messages.append(named if thoughts else message)
     return replace(chat, messages=messages, template_args=args)
 
 
 def _check_written(message: Message, text: str, where: str, is_answer: bool = False) -> None:
-    """Raise if a template wrote nothing of a message, as some do for unknown roles.
+    """Raise a UserError if a rendered text lacks a message; some templates omit unknown roles.
 
-    Of earlier messages of the assistant it may leave out the thoughts.
+    The reasoning in earlier assistant messages may be omitted.
     """
     role = f"message of role {message['role']!r}"
     said = [(f"tool_calls of the {role}", call["name"]) for call in _functions([message])]
     content = message["content"] or ""
-    if is_answer:  # of which a template may write thoughts in its own way
+    if is_answer:  # a template may have its own tags for reasoning
         said += [(f"the {role}", part) for part in re.split(r"</?\w+>", content)]
         said += [(f"{key} of the {role}", message.get(key) or "") for key in REASONING]
     elif message["role"] != "assistant":
@@ -478,7 +504,7 @@ def _check_written(message: Message, text: str, where: str, is_answer: bool = Fa
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a message on characters of `text` that have no token, or an empty text."""
+    """Return an error message that names characters without a token; "" if there are none."""
     halves = sorted({repr(half) for half in text if "\ud800" <= half <= "\udfff"})
     if halves:
         return f"{' '.join(halves[:10])} is half of a character (a surrogate), which is no text"

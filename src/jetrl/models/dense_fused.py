@@ -1,10 +1,11 @@
-"""The dense block on a GPU, one autograd function, so that codes flow (`models.layer_fused`).
+"""The dense block on a GPU as one autograd function, with fused quantization.
 
     total = x + delta;  y = down(swiglu(gate_up(norm(total))))
 
-Like the norm, SwiGLU writes the codes that FProp of `down` reads; backward makes them again in the
-pass of SwiGLU's gradient, which it writes as the codes of gate_up's dY. With adapters SwiGLU writes
-BF16 values next to the codes, and only the small products with A are saved.
+The kernels of the norm and of SwiGLU write quantized inputs for the next GEMM
+(`models.layer_fused`). In backward, one kernel recomputes the input of `down` and writes the
+gradient of SwiGLU as the quantized dY of `gate_up`. With adapters, SwiGLU also writes BF16 values,
+and only the products with A are saved for backward.
 
 Legend: T tokens, D hidden size, N output features, F inner size.
 """
@@ -38,7 +39,10 @@ def norm_mlp_fused(
     x: Tensor, delta: Tensor, norm: RMSNorm, linears: tuple[Linear, Linear], side: Side,
     trace: Trace | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`models.dense.DenseBlock.forward` on a GPU."""
+    """Return x + delta and the block's output, both bfloat16 [T, D]: `DenseBlock.forward` on a GPU.
+
+    `linears` are `gate_up` and `down`.
+    """
     gate_up, down = linears
     fixed = Fixed.of(norm, linears, side, trace)
     if gate_up.adapter is None and down.adapter is None:
@@ -59,7 +63,7 @@ class _NormMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, gate_up_master: Tensor,
         down_master: Tensor, s: Fixed,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # The norm's and SwiGLU's outputs are made as the codes that the GEMM behind them reads.
+        # The norm and SwiGLU write their outputs quantized for the next GEMM.
         total, inverse, entered, _ = enter(x, delta, s)
         tell(s.trace, "post_norm", entered)
         gate_up = fprop(entered, s.linears[0].weight, s.plan)
@@ -82,7 +86,7 @@ class _NormMLP(torch.autograd.Function):
         s: Fixed = ctx.fixed
         dtotal, dy = grads
         total, inverse, gate_up, *kept = ctx.saved_tensors
-        # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
+        # `down` and SwiGLU: one kernel computes dY of `gate_up`, and recomputes X of `down`.
         rows, tokens = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
         dgated = dgrad(rows, s.linears[1].weight)
         gate_up_rows, gate_up_tokens, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
@@ -90,8 +94,8 @@ class _NormMLP(torch.autograd.Function):
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
             dw_down = wgrad(tokens, gated, ctx.masters[1], s.gradients)
-        del rows, tokens, gated  # backward's peak in memory
-        # Through `gate_up`, whose X the norm makes again, and the norm.
+        del rows, tokens, gated  # the peak memory of backward is here
+        # `gate_up`, whose X is recomputed from the norm, and the norm.
         dnormed = dgrad(gate_up_rows, s.linears[0].weight)
         if ctx.needs_input_grad[3]:
             entered = entered_again(total, inverse, kept, s)
@@ -109,14 +113,14 @@ def _swiglu_backward(
     plan = s.plan
     if _fuses_swiglu(s, dgated) and not plan.widens_wgrad:
         return s.kernels.swiglu_backward_quantize(dgated, gate_up, "e4m3", plan.scales)
-    # SwiGLU's output takes the place of its gradient.
+    # The output of SwiGLU overwrites its gradient.
     dgate_up = s.kernels.swiglu_backward(dgated, gate_up, dgated if s.coded else None)
     y = quantize_for_wgrad(dgated, plan) if s.coded else kept[0]
     return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
 
 
 def _fuses_swiglu(s: Fixed, dgated: Tensor) -> bool:
-    """Return whether SwiGLU's backward writes codes: no group has values of both gate and up."""
+    """Return whether SwiGLU's backward quantizes; no group may span both gate and up."""
     return s.coded and s.plan.grad_output == "e4m3" and dgated.shape[1] % FP8_BLOCK == 0
 
 
@@ -158,7 +162,7 @@ class _AdaptedNormMLP(torch.autograd.Function):
 def _through_swiglu(
     s: Fixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
 ) -> tuple[Tensor, GEMMInput | None, Tensor | None, Tensor | None]:
-    """Return gate_up's dY in BF16 and perhaps as codes, and the gradients of `down`'s A and B."""
+    """Return dY of `gate_up` in BF16 and in codes (or None), and the gradients of `down`'s A, B."""
     down = s.linears[1]
     dgated = dgrad(quantize_for_dgrad(dy, down.weight, down.plan), down.weight)
     du = None
@@ -167,7 +171,7 @@ def _through_swiglu(
         dgated.addmm_(du, down.adapter.down)
     codes: GEMMInput | None = None
     fused = _fuses_swiglu(s, dgated)
-    if fused:  # SwiGLU's output takes the place of its gradient
+    if fused:  # the output of SwiGLU overwrites its gradient
         codes, dgate_up = s.kernels.swiglu_backward_values_(dgated, gate_up, down.plan.scales)
     da = db = None
     if down.adapter is not None:

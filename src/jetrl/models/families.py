@@ -1,16 +1,15 @@
 """The model families as data: the differences between Qwen3, Llama 3, Mistral, ...
 
-All are the same pre-norm decoder; each of its layers is a mixer (mixer.py: grouped-query attention
-with rotary positions) and a block (block.py). `FAMILIES` has the differences; the rest is read from
-a Hugging Face config.json.
+All are the same pre-norm decoder. A layer has a mixer (mixer.py: grouped-query attention with
+rotary positions) and a block (block.py). `FAMILIES` has the differences between families; the sizes
+of a model are in its Hugging Face config.json. rope.py has rotary frequencies for long contexts.
 
-Rotary frequencies may be stretched by the llama3 or YaRN rule (rope.py). A config.json that asks
-for something this decoder does not compute (another architecture, a sliding window, an attention
-bias, another activation) is refused at start, by name: if a model loads, its numbers are right.
-Keys of dropout, caching or initialization are ignored; missing ones have transformers' defaults.
+A config.json with an unsupported feature (another architecture, a sliding window, an attention
+bias, another activation) raises a UserError that names it. Keys for dropout, caching and
+initialization are ignored. Missing keys have transformers' defaults.
 
-A checkpoint keeps Q, K and V (and gate and up) apart. Here they are one matrix and one GEMM: a
-parameter is the concatenation, along dimension 0, of one or more stored tensors.
+Checkpoints store Q, K and V separately, and also gate and up. In jetrl they are one matrix, for one
+GEMM: a parameter concatenates one or more stored tensors along dimension 0.
 
     layers.0.qkv.weight [(Hq + 2 Hkv) Dh, D]  =  model.layers.0.self_attn.{q,k,v}_proj.weight
 """
@@ -39,12 +38,15 @@ from jetrl.models.rope import TYPES, Scaling, read_rope
 
 @dataclass(frozen=True)
 class Family:
-    """The switches and defaults that a family's models share.
+    """The features that all models of a family share.
 
-    `mixers` has the records of mixers by their names in `layer_types`, in addition to attention.
-    A `fused` checkpoint keeps Q, K and V in one tensor, and gate and up in another.
-    `window_in_use`: a `sliding_window` applies without `use_sliding_window`. `rope_types` are the
-    rules that transformers computes as named: phi3's `yarn` and `su` are old names of longrope.
+    Attributes:
+        architecture: The class in transformers, as in config.json's `architectures`.
+        mixers: The mixers other than attention, by their names in `layer_types`.
+        fused: Checkpoints store Q, K and V as one tensor, and gate and up as another.
+        window_in_use: `sliding_window` applies even without `use_sliding_window`.
+        rope_types: The supported values of `rope_type`. In phi3, `yarn` is an old name of longrope,
+            which is not supported.
     """
 
     architecture: str
@@ -58,7 +60,7 @@ class Family:
 
     @property
     def records(self) -> tuple[type[LayerHalf], ...]:
-        """The records with keys of config.json."""
+        """The block and mixers, whose fields are keys of config.json."""
         return (self.block, *self.mixers.values())
 
 
@@ -71,15 +73,15 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
 }
 Head = Literal["lm", "score"]
-"""What the decoder ends in: logits of tokens (ForCausalLM), or one number
+"""The output of the decoder: token logits (ForCausalLM), or one number per token
 (ForSequenceClassification with one label)."""
 
-_LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
+_LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # suffixes of `architectures`
 _ATTENTION = "full_attention"  # in `layer_types`
-_SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
-_MOST_TOKENS = 2**31  # of a vocabulary
+_SMALL_TABLE = 2**29  # bytes of rotary positions that are always allowed
+_MOST_TOKENS = 2**31  # in a vocabulary
 _DEFAULTED = {"rms_norm_eps", "rope_theta", "hidden_act"}
-_FLAT = (  # the order of `ModelConfig.flat`; at "layers" are the keys of blocks and other mixers
+_FLAT = (  # order of `ModelConfig.flat`; "layers" stands for the keys of blocks and other mixers
     *("family", "vocab_size", "hidden_size", "layers", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "tie_word_embeddings"),
     *("qkv_bias", "qk_norm", "max_position_embeddings", "eos_token_ids", "raw", "head"),
@@ -89,7 +91,7 @@ _FLAT = (  # the order of `ModelConfig.flat`; at "layers" are the keys of blocks
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of the decoder; `rotates`: its attention rotates heads by their positions."""
+    """A layer of the decoder; `rotates`: its attention has rotary positions."""
 
     mixer: Mixer
     block: Block
@@ -98,11 +100,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder.
+    """The sizes and features of a decoder.
 
-    Layers with attention all have the same heads: the keys and values of all share their pages.
-    `family` is a key of `FAMILIES`. `eos_token_ids` are those of config.json;
-    generation_config.json may add to them (`hf.eos_token_ids`).
+    All layers with attention have the same number and size of heads, since they share KV pages.
+
+    Attributes:
+        family: A key of `FAMILIES`.
+        eos_token_ids: The ids in config.json; `hf.eos_token_ids` adds those of other files.
+        raw: All of config.json, `quantization_config` and unknown keys included.
     """
 
     family: str
@@ -120,7 +125,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """The entry of config.json's `architectures`."""
+        """The class in transformers, as in config.json's `architectures`."""
         causal = FAMILIES[self.family].architecture
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
@@ -130,18 +135,18 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionShape:
-        """The mixer of the first layer with attention."""
+        """The attention of the first layer that has it, whose sizes all layers share."""
         return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionShape))
 
     @property
     def layers_with_keys(self) -> tuple[int, ...]:
-        """The layers with attention: those with keys and values in the cache."""
+        """The indices of layers with attention, which have keys and values in the KV cache."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return tuple(i for i, mixer in mixers if isinstance(mixer, AttentionShape))
 
     @property
     def layers_of_all_kinds(self) -> int:
-        """The number of first layers that have every kind of mixer and block."""
+        """The minimum number of leading layers with every kind of mixer and block."""
         kinds = [(type(layer.mixer), type(layer.block)) for layer in self.layers]
         return 1 + max(map(kinds.index, kinds))
 
@@ -162,7 +167,7 @@ class ModelConfig:
         return tuple(i for i, layer in enumerate(self.layers) if not layer.rotates)
 
     def flat(self) -> dict[str, Any]:
-        """Return the fields as checkpoints store them, with those of blocks and mixers."""
+        """Return the fields as stored in checkpoints, including those of blocks and mixers."""
         names = ("num_layers", "layers_without_rope")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
         del values["layers"]
@@ -172,16 +177,19 @@ class ModelConfig:
         return {n: values[n] for n in sorted(values, key=lambda n: place.get(n, place["layers"]))}
 
     def first_layers(self, count: int) -> ModelConfig:
-        """Return the config of the same decoder with only its first layers."""
+        """Return the configuration with only the first `count` layers."""
         return dataclasses.replace(self, layers=self.layers[:count])
 
     def with_scalar_head(self) -> ModelConfig:
-        """Return the config of the same decoder with a scalar head."""
+        """Return the configuration with a scalar head."""
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the model of a config.json in the layout of transformers 4 or 5."""
+        """Return the configuration in a config.json of transformers 4 or 5.
+
+        Raises UserError for a missing or wrong key, and for an unsupported feature.
+        """
         family, head = _family(checked(NAMED, config, "config.json"), config)
         values = {**defaults(family), **config}
         hf = checked(HF_CONFIG, values, "config.json")
@@ -214,9 +222,10 @@ class ModelConfig:
 
 @functools.cache
 def defaults(family: str) -> Mapping[str, Any]:
-    """Return transformers' default values for the keys that a family's config.json leaves out.
+    """Return transformers' defaults for the keys that a family's config.json may omit.
 
-    An absent key is not null: a Mistral without `sliding_window` has a window of 4096 tokens.
+    A missing key differs from null: a Mistral without `sliding_window` has a window of 4,096
+    tokens.
     """
     kind = CONFIG_MAPPING[family]
     known: dict[str, Any] = {}
@@ -227,13 +236,13 @@ def defaults(family: str) -> Mapping[str, Any]:
     fields = dict(HfConfig.model_fields)
     for record in FAMILIES[family].records:
         fields |= record.model_fields
-    # Sizes have to be there, though transformers has defaults: a file without is damaged.
+    # Sizes are required, although transformers has defaults: a file without them is damaged.
     sizes = {key for key, field in fields.items() if field.is_required()} - _DEFAULTED
     return {key: known[key] for key in known.keys() & fields.keys() - sizes}
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Return each parameter's shape by our name, in forward order; linear weights are [out, in]."""
+    """Return the shapes of all parameters in forward order; linear weights are [out, in]."""
     hidden = config.hidden_size
     shapes: Shapes = {"embed.weight": (config.vocab_size, hidden)}
     for number, layer in enumerate(config.layers):
@@ -249,12 +258,15 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return the number of elements of the model's parameters; a tied lm_head counts once."""
+    """Return the number of parameters in elements; tied embeddings count once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """Return a token id field of a Hugging Face file (absent, one id, or a list) as a tuple."""
+    """Return the token ids of a field that is absent, one id or a list.
+
+    Raises UserError, with `where` in front, for another value.
+    """
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
         if type(item) is not int or not 0 <= item < _MOST_TOKENS:
@@ -264,7 +276,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
-    """Return the family and the head that config.json names, by architecture or model_type."""
+    """Return the family and head, from `architectures` or `model_type` in config.json."""
     model_type, architecture = named.model_type, (named.architectures or [""])[0]
     scores = architecture.endswith(_SCORE)
     causal = architecture.removesuffix(_SCORE) + _LM if scores else architecture
@@ -314,7 +326,7 @@ _OBSTACLES = {  # keys of config.json, and model types
 
 
 def _in_the_way(config: Mapping[str, Any]) -> str:
-    """Return what an unsupported config.json asks for that this decoder does not compute."""
+    """Return words for the unsupported features of a config.json, for an error message."""
     inner = config.get("text_config")
     parts = [config, inner] if isinstance(inner, Mapping) else [config]
     found = [
@@ -326,7 +338,7 @@ def _in_the_way(config: Mapping[str, Any]) -> str:
 
 
 def _asks(part: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key is set and not to what this decoder does: 1.0 scales nothing."""
+    """Return whether a key requires an unsupported feature; a scale of 1.0 does not."""
     value = part.get(key)
     if key == "sliding_window" and part.get("use_sliding_window") is False:
         return False
@@ -335,7 +347,7 @@ def _asks(part: Mapping[str, Any], key: str) -> bool:
 
 
 def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[LayerShape, ...]:
-    """Return the layers of a config.json, whose `values` include a family's defaults."""
+    """Return the layers; `values` is config.json with the family's defaults filled in."""
     shared, count = FAMILIES[family], hf.num_hidden_layers
     block = checked(TypeAdapter(shared.block), values, "config.json")
     mixers: dict[str, Mixer] = {_ATTENTION: _attention(hf, shared)}
@@ -354,7 +366,7 @@ def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[Layer
 
 
 def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
-    """Return the attention of a config.json; by default heads of hidden_size / their number."""
+    """Return the sizes of attention; head_dim is hidden_size / num_attention_heads by default."""
     hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
     num_kv_heads = hf.num_key_value_heads or num_heads
     if num_heads % num_kv_heads:
@@ -380,7 +392,7 @@ def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
 
 
 def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
-    """Return the layers that do not rotate: those of SmolLM3's `no_rope_layers` that are 0."""
+    """Return the indices of layers without rotary positions (SmolLM3: 0 in `no_rope_layers`)."""
     if family != "smollm3":
         return ()
     rotated, num_layers = config.no_rope_layers, config.num_hidden_layers
@@ -393,7 +405,7 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
 
 
 def _check_positions(model: ModelConfig) -> None:
-    """Raise if the table of rotary positions is larger than the weights that it belongs to."""
+    """Raise a UserError if the table of rotary positions is larger than the weights."""
     size = 4 * model.max_position_embeddings * model.head_dim
     if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
         raise UserError(
@@ -402,8 +414,8 @@ def _check_positions(model: ModelConfig) -> None:
         )
 
 
-FP8_BLOCK = (128, 128)  # of weights, in checkpoints as in the policy
-SCALE_SUFFIX = "_scale_inv"  # of the scales next to an FP8 weight; factors, not their inverses
+FP8_BLOCK = (128, 128)  # elements of a weight that share a scale, in checkpoints and in the policy
+SCALE_SUFFIX = "_scale_inv"  # for the scales of an FP8 weight: value = code * scale
 
 _WHOLE = {
     "embed.weight": "model.embed_tokens.weight",
@@ -415,9 +427,12 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, perhaps a part of one of our parameters.
+    """A tensor of a checkpoint, which is a parameter or a part of one.
 
-    `layer` is None outside the decoder layers. `first_row` is its first row in our parameter.
+    Attributes:
+        layer: The index of the decoder layer; None outside of layers.
+        linear_weight: Whether the tensor is the weight of a linear layer in a decoder layer.
+        first_row: The first row of the tensor in the parameter.
     """
 
     name: str
@@ -428,18 +443,18 @@ class StoredTensor:
 
     @property
     def module(self) -> str:
-        """The module's name in the checkpoint."""
+        """The module's name in the checkpoint, such as model.layers.0.self_attn.q_proj."""
         return self.name.rpartition(".")[0]
 
 
 @functools.lru_cache(maxsize=32)
 def stored_tensors(config: ModelConfig) -> Mapping[str, tuple[StoredTensor, ...]]:
-    """Return the parts of each parameter in a checkpoint, in stacking order, by internal name."""
+    """Return the tensors of a checkpoint that each parameter concatenates, in order."""
     return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
 
 
 def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return the stored weights of each linear layer of the decoder's layers, by our name."""
+    """Return the stored weights of each linear layer of decoder layers, by jetrl's name."""
     tensors = stored_tensors(config).items()
     return {name.removesuffix(".weight"): p for name, p in tensors if p[0].linear_weight}
 

@@ -1,12 +1,12 @@
-"""Reading a Hugging Face model directory: config.json, weights, tokenizer, generation settings.
+"""Read a Hugging Face model directory: config.json, weights, tokenizer and generation settings.
 
-A path may be a hub name (`hf_files`), whose files are in the hub's cache; no code from a model
-directory is ever run. Missing and unexpected contents are errors that name the file and the tensor.
-`save_model` (`hf_save`) writes such directories.
+A path can also be a hub name (`hf_files`), which is read from the hub's cache. Code in a model
+directory is never run. Errors name the file, and the missing or unexpected tensor. `hf_save` writes
+model directories.
 
-Weights are read one tensor at a time under our names, from memory-mapped safetensors files: loading
-reads each byte once and holds little. FP8 weights are dequantized as they are read; codes of NVFP4
-weights (`nvfp4_files`) are read unchanged.
+Parameters have jetrl's names and are read one at a time from memory-mapped safetensors files, so
+loading needs memory for one parameter. FP8 weights are dequantized on read; NVFP4 codes
+(`nvfp4_files`) are read unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
 
-_GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # only tokenizer.json
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
+_GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # no code of their own
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the contents of `path`/config.json."""
+    """Return the contents of config.json. Raises UserError for an adapter's directory."""
     directory = hf_files.model_directory(path)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise UserError(
@@ -48,7 +48,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_config(path: str | Path) -> families.ModelConfig:
-    """Return the model of `path`/config.json."""
+    """Return the configuration of a model. Raises UserError if jetrl does not support it."""
     contents = read_config(path)
     sidecar = hf_files.model_directory(path) / nvfp4_files.SIDECAR
     if "quantization_config" not in contents and sidecar.exists():
@@ -65,7 +65,7 @@ def model_config(path: str | Path) -> families.ModelConfig:
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """Return the contents of `path`/generation_config.json, or nothing without that file."""
+    """Return the contents of generation_config.json, an empty dict without that file."""
     file = hf_files.model_directory(path) / "generation_config.json"
     return hf_files.read_object(file) if file.exists() else {}
 
@@ -75,7 +75,7 @@ def eos_token_ids(
     generation_config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
-    """Return the ids that end a text."""
+    """Return the ids of end-of-sequence tokens in both files and the tokenizer, each once."""
     ends = generation_config.get("eos_token_id")
     ids = families.token_ids(ends, "generation_config.json: eos_token_id")
     own = None if tokenizer is None else tokenizer.eos_token_id
@@ -88,11 +88,11 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a local directory.
+    """Return the tokenizer of a model. Raises UserError if it is missing or damaged.
 
-    tokenizer.json describes a tokenizer completely. Still, for some model types AutoTokenizer
-    replaces the class that a directory declares: a `qwen2` becomes a Qwen2Tokenizer, which splits
-    text in Qwen's way whatever tokenizer.json says. In that case only tokenizer.json is read.
+    For some model types AutoTokenizer ignores the tokenizer class that a directory declares: for
+    `qwen2` it returns a Qwen2Tokenizer, which splits text by Qwen's rule instead of the rule in
+    tokenizer.json. In that case only tokenizer.json is read, which is a complete description.
     """
     directory = hf_files.model_directory(path)
     if not has_tokenizer(directory):
@@ -116,13 +116,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 str(directory), local_files_only=True
             )
-    except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
+    except Exception as error:  # tokenizers raises bare Exception for a damaged file
         reason = hf_files.first_line(error)
         raise UserError(f"{directory}: the tokenizer does not load: {reason}") from error
     check_vocabulary(tokenizer, directory, longer)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
-        # from only the settings, transformers makes one that encodes every text to nothing
+        # Without a vocabulary, transformers returns a tokenizer that encodes any text to no tokens.
         raise UserError(
             f"{directory}: its tokenizer has no vocabulary: none of {', '.join(sorted(files))}; "
             "copy the model's tokenizer.json into it"
@@ -133,14 +133,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def open_weights(
     path: str | Path, config: families.ModelConfig, device: str | torch.device = "cpu"
 ) -> CodedWeights:
-    """Return the parameters of a model directory by our names (`families.parameter_shapes`), fused.
+    """Return the parameters of a model by jetrl's names (`families.parameter_shapes`).
 
-    Each is read on access, straight to the device, and not kept: a model on its way to a GPU is
-    never whole in CPU memory. Values keep their stored dtype (float32, bfloat16, float16, float64).
-    FP8 weights are dequantized to float32 by `weight_scale_inv` [ceil(N / 128), ceil(K / 128)] in
-    float32, bfloat16 or E8M0. NVFP4 weights are dequantized too, with their codes in
-    `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file. On
-    device "meta" tensors have shapes only, and a hub name needs no weight files.
+    Each is read on access, directly to the device, and not cached. Parameters keep their stored
+    dtype (float32, bfloat16, float16 or float64), except for quantized weights, which are
+    dequantized to float32: FP8 weights with their scales `weight_scale_inv`
+    [ceil(N / 128), ceil(K / 128)] in float32, bfloat16 or E8M0, and NVFP4 weights, whose codes
+    `CodedWeights.codes` returns. On a CPU, a parameter stored as one tensor stays memory-mapped. On
+    "meta", tensors have no values, and the weights of a hub model are not downloaded.
+
+    Raises UserError at once if a tensor is missing or unexpected, and on access if its shape, dtype
+    or values are wrong.
     """
     layout = nvfp4_files.layout_of(config)
     outline = torch.device(device).type == "meta"
@@ -152,7 +155,7 @@ def open_weights(
 
 
 def _outline(config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | None) -> CodedWeights:
-    """Return the parameters that a config.json describes, without memory."""
+    """Return parameters on device "meta"."""
     shapes, wide = families.parameter_shapes(config), nvfp4_files.left_in_16_bits(config)
     parts, meta = families.stored_tensors(config), partial(torch.empty, device="meta")
 
@@ -167,7 +170,7 @@ def _outline(config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | Non
 
 
 class _StoredWeights(CodedWeights):
-    """The parameters of a checkpoint by our names, each read from its file on access."""
+    """The parameters of a checkpoint, each read on access."""
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class _StoredWeights(CodedWeights):
         return weight
 
     def _codes(self, name: str) -> NVFP4Tensor | None:
-        """Return a parameter's codes and scales; None if it has 16 or 32 bits, or FP8."""
+        """Return the NVFP4 codes and scales of a parameter; None if it is not in NVFP4."""
         parts, layout = self._parts[name], self._layout
         coded = [part for part in parts if self._has_codes(part)]
         if layout is None or not coded:
@@ -212,18 +215,18 @@ class _StoredWeights(CodedWeights):
         return stacked_nvfp4(read)
 
     def _has_codes(self, part: families.StoredTensor) -> bool:
-        """Return whether the files have any NVFP4 tensor of a stored weight."""
+        """Return whether the files have an NVFP4 tensor of a stored weight, even if incomplete."""
         if self._layout is None:
             return False
         names = {name for name in self._layout.names(part.name) if name in self._files}
         if names != {part.name}:
             return bool(names)
         with hf_files.open_tensors(self._files[part.name]) as handle:
-            return bool(handle.get_slice(part.name).get_dtype() == "U8")  # without its scales
+            return bool(handle.get_slice(part.name).get_dtype() == "U8")  # codes without scales
 
     def check_complete(self) -> None:
-        """Raise for a tensor that is missing, and for tensors that no parameter needs."""
-        # A tied checkpoint may hold the embedding a second time.
+        """Raise a UserError if a tensor is missing, or if no parameter uses a tensor."""
+        # A checkpoint with tied embeddings may also store the embedding as lm_head.weight.
         used = {"lm_head.weight"} if self._tied else set()
         for part in chain(*self._parts.values()):
             names: tuple[str, ...] = (part.name,)
@@ -253,7 +256,7 @@ class _StoredWeights(CodedWeights):
             )
 
     def _read(self, part: families.StoredTensor) -> Tensor:
-        """Return a stored tensor on the device, dequantized if it is FP8."""
+        """Return a stored tensor on the device; FP8 is dequantized to float32."""
         file, scales_name = self._files[part.name], part.name + families.SCALE_SUFFIX
         tensor, scaled = self._tensor(part.name, part.shape), scales_name in self._files
         fp8 = tensor.dtype == torch.float8_e4m3fn
@@ -279,16 +282,16 @@ class _StoredWeights(CodedWeights):
             raise UserError(
                 f"{scales_file}: {scales_name} has scales that are negative, infinite or NaN"
             )
-        if bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):  # E4M3 has two codes of NaN
+        if bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):  # E4M3 has two NaN codes
             raise UserError(f"{file}: {part.name} has FP8 codes that are NaN")
         return dequantize(QTensor(tensor, scales, families.FP8_BLOCK))
 
     def _tensor(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
-        """Return a tensor of the files on the device, checked to have one of the shapes."""
+        """Return a tensor on the device. Raises UserError if its shape is none of `shapes`."""
         file = self._files[name]
         try:
-            # Opened for only this tensor: a mapping keeps every page that was read through it, and
-            # one for the whole load would end with the directory's size in this process's memory.
+            # A mapping keeps all pages that were read in this process's memory until it is closed,
+            # so it is opened for one tensor.
             with hf_files.open_tensors(file) as handle:
                 stored = tuple(handle.get_slice(name).get_shape())
                 if stored not in shapes:

@@ -1,13 +1,13 @@
-"""Writing a Hugging Face model directory that transformers, vLLM and jetrl read.
+"""Write a Hugging Face model directory for transformers, vLLM and jetrl.
 
-A directory appears whole or not at all: it is written next to its place under a hidden name and
-moved there at the end. FP8 directories hold the linear weights of decoder layers as float8_e4m3fn
-with one float32 scale per 128 x 128 block (`weight_scale_inv`, which a code is multiplied by: our
-quantizer's `scales`), all else in BF16, and say so in config.json.
+Writing is atomic: files go to a hidden directory next to the target, which is renamed at the end.
+In an FP8 directory, the linear weights of decoder layers are float8_e4m3fn with one float32 scale
+per 128 x 128 block (`weight_scale_inv`; value = code * scale). Other parameters are BF16.
+config.json describes this layout.
 
-In a run of several processes rank 0 writes. Tensors are gathered and rounded one at a time, so a
-GPU holds one whole tensor; rank 0 holds those of one file in CPU memory. An error of rank 0 is
-raised by all ranks.
+With several processes, rank 0 writes. Tensors are gathered and rounded one at a time: a GPU holds
+one whole tensor, and rank 0 holds the tensors of one file in CPU memory. All ranks raise an error
+of rank 0.
 """
 
 from __future__ import annotations
@@ -55,18 +55,25 @@ def save_model(
     dithered: Literal["none", "linears", "matrices"] = "none",
     overwrite: bool = False,
 ) -> None:
-    """Write a model directory; every rank of a run calls this function, and rank 0 writes.
+    """Write a model directory. All ranks call this function; rank 0 writes.
 
-    The directory has config.json, safetensors (with an index if there is more than one), the
+    The directory has config.json, safetensors files (with an index if there are several), the
     tokenizer with its chat template, and generation_config.json.
 
     Args:
-        weights: Every parameter by our names, in any floating dtype; read once each, in the
-            config's order.
-        max_shard_bytes: The maximum bytes of tensors per file, unless one tensor is larger.
-        bf16_layers: Decoder layers whose linear weights stay BF16 in an FP8 directory.
-        dithered: The weights that are rounded to BF16 by fixed draws (`quantize.dithered_bf16`).
-        overwrite: Replace a model directory at `path`, which stays until the new one is complete.
+        weights: All parameters by jetrl's names (`families.parameter_shapes`), in any floating
+            dtype. Each is read once, in that order.
+        max_shard_bytes: Maximum size of a file in bytes; a larger tensor has its own file.
+        bf16_layers: Decoder layers (from 0) whose linear weights are BF16 in an FP8 directory.
+        dithered: The weights to round to BF16 stochastically, with fixed seeds
+            (`quantize.dithered_bf16`).
+        overwrite: Replace a model directory at `path` when the new one is complete.
+
+    Raises:
+        UserError: an unknown dtype, a `path` that cannot be written, or FP8 weights whose
+            dimensions are not multiples of 128.
+        NonFiniteError: a tensor with a NaN or an infinity.
+        StorageError: an error of the disk.
     """
     if dtype not in get_args(SaveDtype):
         raise UserError(f"dtype {dtype!r}: one of {', '.join(map(repr, get_args(SaveDtype)))}")
@@ -89,7 +96,10 @@ def save_model(
 def new_directory(
     path: str | Path, overwrite: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Path]:
-    """Yield a hidden folder to fill; after the block rank 0 adds the tokenizer and moves it."""
+    """Yield a hidden directory to fill; rank 0 then adds the tokenizer and renames it to `path`.
+
+    Raises UserError if `path` cannot be written, and StorageError for an error of the disk.
+    """
     target = Path(path)
     what = "a folder to write into"
     scratch = world().from_first(what, lambda: _begin_directory(target, overwrite))
@@ -113,7 +123,7 @@ def new_directory(
 
 
 def _begin_directory(target: Path, overwrite: bool) -> Path:
-    """Make a hidden folder next to a target that can be written, and return it."""
+    """Make and return a hidden directory next to the target."""
     _check_target(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +136,7 @@ def _begin_directory(target: Path, overwrite: bool) -> Path:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The rule by which tensors are written; the fields are those of `save_model`."""
+    """The number formats of a model directory; fields are as in `save_model`."""
 
     dtype: SaveDtype
     bf16_layers: frozenset[int]
@@ -135,7 +145,7 @@ class _Encoding:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of tensors that are not FP8."""
+        """The dtype of tensors not in FP8."""
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
     def is_fp8(self, part: StoredTensor) -> bool:
@@ -149,7 +159,7 @@ class _Encoding:
         return wanted and self.torch_dtype == torch.bfloat16
 
     def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write, by name, for one part of a parameter."""
+        """Return the tensors to write for one part of a parameter, by name."""
         if self.is_fp8(part):
             quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
             return {
@@ -158,8 +168,8 @@ class _Encoding:
             }
         if self.is_dithered(part):
             rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
-        # a copy: safetensors refuses tensors that share memory with each other; rounded on the
-        # weights' device, so that half the bytes travel
+        # Rounded before the copy to the CPU, to halve its bytes. A copy in any case, since
+        # safetensors refuses tensors that share memory.
         return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
 
     def num_bytes(self, part: StoredTensor) -> int:
@@ -174,13 +184,13 @@ class _Encoding:
         return numbers + 4 * numbers // math.prod(FP8_BLOCK)
 
 
-Shards = list[list[tuple[str, StoredTensor]]]  # by file: our parameters and their parts in it
+Shards = list[list[tuple[str, StoredTensor]]]  # per file: (parameter, part)
 
 
 def _shards(
     parameters: Mapping[str, Sequence[StoredTensor]], encoding: _Encoding, most: int
 ) -> Shards:
-    """Return the tensors of each file, decided only from shapes."""
+    """Return the tensors per file. This reads no tensor."""
     shards: Shards = [[]]
     used = 0
     for name, parts in parameters.items():
@@ -206,8 +216,8 @@ def _write_shards(
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for parameter, part in shard:
-            if parameter != name:  # whose parts may be in two files
-                whole = rows = torch.empty(0)  # one at a time is in memory
+            if parameter != name:  # parts of a parameter may be in two files
+                whole = rows = torch.empty(0)  # free it before the next one is read
                 name, whole = parameter, weights[parameter].detach()
             rows = whole.narrow(0, part.first_row, part.shape[0])
             assert tuple(rows.shape) == part.shape, f"{name} is {list(whole.shape)}"
@@ -223,7 +233,7 @@ def _write_shards(
 
 
 def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
-    """Return config.json with the weights' dtype and, for FP8, their layout."""
+    """Return the contents of config.json."""
     named = "float32" if encoding.dtype == "float32" else "bfloat16"
     contents = dict(config.raw) | {
         "architectures": [config.architecture],
@@ -246,13 +256,13 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "modules_to_not_convert": ["lm_head", *kept],
         }
-        if kept:  # vLLM's name, the only one that some of its versions read
+        if kept:  # some versions of vLLM read only this key
             contents["quantization_config"]["ignored_layers"] = kept
     return contents
 
 
 def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's files so that transformers 4, without TokenizersBackend, reads them."""
+    """Write a tokenizer's files for transformers 4 and 5; 4 has no class TokenizersBackend."""
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -260,15 +270,18 @@ def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    for key in ("backend", "is_local", "local_files_only"):  # of how it was loaded
+    for key in ("backend", "is_local", "local_files_only"):  # arguments of loading
         settings.pop(key, None)
     write_json(file, settings)
 
 
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file of a model; NonFiniteError for a NaN, an OSError for the disk."""
+    """Write a safetensors file.
+
+    Raises NonFiniteError for a NaN or an infinity, and OSError for an error of the disk.
+    """
     for name, tensor in tensors.items():
-        # The codes of a block with a NaN have a NaN for a scale, which is looked at instead.
+        # A NaN in an FP8 block makes its scale NaN, so codes need no check.
         if tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
             what = f"no model is written: {name} has a NaN or an infinity"
             raise NonFiniteError(f"{what}; export an earlier checkpoint")
@@ -279,7 +292,7 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    """Raise if something is in the way of the directory."""
+    """Raise a UserError if a directory cannot be written at the target."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     problem = None
@@ -294,19 +307,19 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def publish_directory(scratch: Path, target: Path) -> None:
-    """Move the finished directory into place; an earlier one is deleted only after that.
+    """Rename a complete directory to `target`, then delete the directory that it replaces.
 
-    Files get the permissions of new files: safetensors makes its own readable by only their owner.
+    Files get the default permissions; safetensors creates files that only their owner can read.
     """
-    mask = os.umask(0)  # which can only be read by setting it
+    mask = os.umask(0)  # reading the mask requires setting it
     os.umask(mask)
     scratch.chmod(0o777 & ~mask)
-    for file in scratch.rglob("*"):  # several chat templates are in a folder
+    for file in scratch.rglob("*"):  # a folder if there are several chat templates
         file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
         sync(file)
     sync(scratch)
     if not target.exists() or not any(target.iterdir()):
-        scratch.rename(target)  # which may take the place of an empty directory
+        scratch.rename(target)  # also if the target is an empty directory
     else:
         before = scratch.with_name(scratch.name + ".before")
         target.rename(before)

@@ -1,13 +1,13 @@
-"""PEFT's files: an adapter as adapter_config.json and adapter_model.safetensors, read and written.
+"""Read and write adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-transformers with peft, and vLLM, read them. Tensors are the float32 master weights themselves, so
-an adapter that is written and read again has the same bits. Parameters trained whole next to the
-adapter (embedding, norms, head) are PEFT's `modules_to_save`. PEFT copies these modules, and so
-unties an embedding from its head unless `ensure_weight_tying` is set: a tied pair is written twice.
+PEFT (with transformers) and vLLM read these files. Tensors are the float32 master weights, so
+writing and reading an adapter preserves all bits. Fully trained parameters (embedding, norms, head)
+are in PEFT's `modules_to_save`. PEFT copies these modules, which unties an embedding from its head
+unless `ensure_weight_tying` is set; therefore a tied pair is written twice.
 
-An unknown key of adapter_config.json is refused unless it is off: it may mean another kind of
-adapter. A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a
-rounding step does not change the stored one.
+An unknown key in adapter_config.json that is set raises a UserError, since it may select another
+kind of adapter. A merged weight is W + s B A, computed in FP32. In a file with fewer bits, a change
+below the rounding step is lost.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _BASE = "base_model_name_or_path"
 _NEEDED = "write the directory of the model that this adapter was trained on there"
-# Next to PEFT's files, since the order of two entries in a safetensors head is left to chance.
+# In a file of its own: safetensors writes several metadata entries in random order.
 _OWN, _DIGEST, _TIED = "jetrl_adapter.json", "base_digest", "tied"
 _EMBEDDINGS, _HEAD = "embed.weight", "lm_head.weight"
-# Keys of adapter_config.json that change no number here, whatever they say.
+# Keys of adapter_config.json that have no effect here, whatever their value.
 _WITHOUT_MEANING = {
     "auto_mapping", "inference_mode", "peft_version", "revision",
     "task_type", "qalora_group_size", "megatron_core", "runtime_config",
@@ -54,7 +54,7 @@ _WHOLE = ("train_embeddings", "train_norms", "train_head")
 
 
 class _Peft(Stored):
-    """The keys of adapter_config.json that are read, with the values that are supported."""
+    """The keys of adapter_config.json that are read, with their supported values."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Field(ge=1, le=MOST_RANK)]
@@ -72,7 +72,7 @@ class _Peft(Stored):
 
 
 def _read(path: str | Path) -> _Peft:
-    """Return the adapter_config.json of a directory, if it describes a plain LoRA."""
+    """Return the contents of adapter_config.json. Raises UserError unless it is a plain LoRA."""
     file = Path(path) / CONFIG
     if not file.is_file():
         raise UserError(f"{path}: no adapter there; PEFT's directory has {CONFIG} and {TENSORS}")
@@ -84,15 +84,18 @@ def _read(path: str | Path) -> _Peft:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return whether a directory holds an adapter and no model."""
+    """Return whether a directory has an adapter and no model."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
 
 
 def base_of(path: str | Path, optional: bool = True) -> str | None:
-    """Return the model that an adapter's directory names as its base; None if it names none."""
+    """Return the directory or hub name of an adapter's base; None if `optional` and not named.
+
+    Raises UserError for a base that does not exist.
+    """
     base = _read(path).base_model_name_or_path
     if not isinstance(base, str) or not base:
-        if optional:  # as in a run, whose seed makes the base
+        if optional:  # the base of a run may be random weights
             return None
         raise UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
     if not is_hub_name(base) and not os.path.isdir(base):
@@ -102,12 +105,15 @@ def base_of(path: str | Path, optional: bool = True) -> str | None:
 
 
 def is_scalar(path: str | Path) -> bool:
-    """Return whether an adapter's directory is for a model with a scalar head, a reward model."""
+    """Return whether an adapter directory is for a model with a scalar head."""
     return bool(_read(path).task_type == "SEQ_CLS")
 
 
 def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
-    """Return the kind of the adapter that settings ask for; None without one."""
+    """Return the LoRA settings of `[adapter]` or of the adapter at adapter.path; None without one.
+
+    Raises UserError if the settings differ from the adapter at adapter.path.
+    """
     if settings.kind is None:
         return None
     asked = {key: getattr(settings, key) for key in ("rank", "alpha", "rslora", "targets")}
@@ -115,7 +121,7 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
     whole: dict[str, Any] = {key: getattr(settings, key) for key in _WHOLE}
     if settings.path is None:
         lora = LoRA(**{"rank": 32, "alpha": 32.0} | given | whole)
-        adapted_parts(config, lora.targets)  # its errors are of the setting
+        adapted_parts(config, lora.targets)  # for its errors
         return lora
     with named("adapter.path"):
         lora = read_lora(settings.path, config)
@@ -132,9 +138,9 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
 def adapter_of(
     settings: AdapterSettings, config: ModelConfig, seed: int, device: str = "cpu"
 ) -> Adapter | None:
-    """Return the adapter that settings ask for, new or read from adapter.path; None without one.
+    """Return a new adapter, or the one at adapter.path; None without one.
 
-    For device "meta" no tensor is read or made.
+    For device "meta" no tensor is read or drawn.
     """
     lora = lora_of(settings, config)
     if lora is None:
@@ -145,21 +151,24 @@ def adapter_of(
 
 
 def adapted_config(settings: AdapterSettings, config: ModelConfig) -> ModelConfig:
-    """Return the config of a model with the adapter that settings ask for, which may untie it."""
+    """Return the configuration with the adapter, which may untie the head from the embedding."""
     if settings.path is None or not config.tie_word_embeddings:
         return config
     return read_adapter(settings.path, config, lora_of(settings, config)).shape(config)
 
 
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
-    """Return the kind of a directory's adapter without reading its tensors."""
+    """Return the LoRA settings of an adapter directory without reading its tensors.
+
+    Raises UserError if they are not supported, or do not match the model.
+    """
     read, file = _read(path), Path(path) / CONFIG
     if read.task_type == "SEQ_CLS" and config.head == "lm":
         instead = "an adapter of a language model has CAUSAL_LM"
         raise UserError(f"{file}: task_type = SEQ_CLS is of a classifier; {instead}")
     tensors = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
     for module in read.modules_to_save or ():
-        # PEFT names both for any classifier.
+        # PEFT lists both names for any classifier.
         of_head = config.head == "score" and module in ("classifier", "score")
         if not of_head and not any(_is_saved(name, [module]) for name in tensors):
             what = f"modules_to_save names {printable(module)}, which the model does not have"
@@ -179,14 +188,18 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
 
 
 def _excluded(names: list[str], excluded: list[str] | str, key: str) -> set[str]:
-    """Return the names that `exclude_modules` matches; unlike targets, it may match none."""
+    """Return the names that `exclude_modules` matches, possibly none."""
     if isinstance(excluded, str):
         return matching([excluded], names, key)
     return {name for name in names for last in excluded if f".{name}".endswith(f".{last}")}
 
 
 def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = None) -> Adapter:
-    """Return a directory's adapter; parameters trained whole are those of `trains`, or none."""
+    """Return the adapter of a directory, with float32 tensors on the CPU.
+
+    `trains` selects fully trained parameters; None: none are. Raises UserError for a missing,
+    unexpected or damaged tensor.
+    """
     directory = Path(path)
     lora = read_lora(directory, config)
     if trains is not None:
@@ -194,7 +207,7 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     file, own = directory / TENSORS, directory / _OWN
     if not file.is_file():
         raise UserError(f"{file}: no such file; save an adapter in .bin again with safetensors")
-    # Earlier versions of jetrl left the head of a tied pair out.
+    # Earlier versions of jetrl did not write the head of a tied pair.
     said: dict[str, Any] = {_TIED: True} | read_object(own) if own.is_file() else {_TIED: False}
     stored, read = load_tensors(file), _read(directory)
     saved = read.modules_to_save or []
@@ -224,7 +237,7 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
 
 
 def _taken(stored: dict[str, Tensor], file: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Remove a tensor from those of a file, check it and return it as float32."""
+    """Remove a tensor from `stored`, check it and return it in float32."""
     tensor, problem = stored.pop(name, None), None
     if tensor is None:
         raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its module")
@@ -243,7 +256,10 @@ def _taken(stored: dict[str, Tensor], file: Path, name: str, shape: tuple[int, .
 def _take_whole(
     stored: dict[str, Tensor], file: Path, config: ModelConfig, saved: list[str]
 ) -> dict[str, Tensor]:
-    """Remove the parameters that an adapter replaces, by our names; `saved` ones must be there."""
+    """Remove the parameters that an adapter replaces from `stored`; return them by jetrl's names.
+
+    Raises UserError if a module in `saved` has no tensor.
+    """
     replaced = {}
     for name, parts in stored_tensors(_untied(config)).items():
         for part in parts:
@@ -259,19 +275,19 @@ def _take_whole(
 
 
 def _untied(config: ModelConfig) -> ModelConfig:
-    """Return the config of the model with an output head that is not tied."""
+    """Return the configuration with an untied head."""
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
-    """Return whether a module around a tensor ends with one of the names, dots ignored."""
+    """Return whether the name of a module that contains the tensor ends with one of the names."""
     parts = tensor.split(".")
     around = [".".join(parts[:end]) for end in range(1, len(parts))]
     return any(module.endswith(name) for module in around for name in modules_to_save)
 
 
 def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
-    """Return whether an adapter unties its base's pair; of a tied pair keep only the embedding."""
+    """Return whether an adapter unties the head; if not, keep only the embedding in `replaced`."""
     embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
     both = embedding is not None and head is not None
     same = embedding is not None and head is not None and torch.equal(embedding, head)
@@ -295,10 +311,19 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write an adapter's directory; every rank of a run calls this function, and rank 0 writes.
+    """Write an adapter directory. All ranks call this function; rank 0 writes.
 
-    `masters` are the whole trained master weights by our names, and the base parameters that the
-    adapter replaces.
+    Args:
+        masters: The whole master weights by jetrl's names, and base parameters that the adapter
+            replaces; written in float32.
+        base: The directory or hub name of the base.
+        digest: The digest of the base (`adapter.base_digest`).
+        overwrite: Replace a model directory at `path` when the new one is complete.
+
+    Raises:
+        UserError: `path` cannot be written.
+        NonFiniteError: a tensor with a NaN or an infinity.
+        StorageError: an error of the disk.
     """
 
     def write() -> None:
@@ -312,7 +337,7 @@ def save_adapter(
 
 
 def _stored(config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return master weights by the names that PEFT's files have, float32 on the CPU."""
+    """Return master weights by PEFT's names, float32 on the CPU."""
     tensors: dict[str, Tensor] = {}
     left = dict(masters)
     for layer, parts in adapted_parts(config, lora.targets).items():
@@ -357,7 +382,7 @@ def _adapter_json(
 
 
 def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
-    """Return `target_modules`: last names, or whole ones if those would select other layers."""
+    """Return `target_modules`: last names, or full names if last names select other layers."""
     parts = adapted_parts(config, lora.targets)
     names = [part.module for of_layer in parts.values() for part in of_layer]
     last = tuple(sorted({name.rpartition(".")[2] for name in names}))
@@ -365,7 +390,7 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
 
 
 def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
-    """Return `modules_to_save`: last names, or whole ones if those would select other modules."""
+    """Return `modules_to_save`: last names, or full names if last names select other modules."""
     every = {part.name for parts in stored_tensors(_untied(config)).values() for part in parts}
     whole = {name for name in every if PREFIX + name in stored}
     modules = {name.rpartition(".")[0] for name in whole}
@@ -374,10 +399,10 @@ def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
 
 
 class MergedWeights(CodedWeights):
-    """The parameters of a base with an adapter merged in, float32, each made on access.
+    """The parameters of a base with a merged adapter, float32, each computed on access.
 
-    `masters` are the whole trained master weights: the adapter's A and B, and parameters that
-    replace the base's.
+    `masters` are whole master weights: A and B of the adapter, and parameters that replace those of
+    the base.
     """
 
     def __init__(
@@ -395,13 +420,16 @@ class MergedWeights(CodedWeights):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._masters:
             return self._masters[name].detach()
-        stored = name if name in self._base else _EMBEDDINGS  # of a head that is untied
+        stored = name if name in self._base else _EMBEDDINGS  # for an untied head
         weight = self._base[stored].to(self._device, torch.float32)
         layer = name.removesuffix(".weight")
         return weight + self.change(layer) if layer in self.shapes else weight
 
     def fp8_loss(self) -> float:
-        """Return the error that FP8 adds to the change of 28 layers at most, over its norm."""
+        """Return the FP8 rounding error of the adapter's change, relative to its norm.
+
+        It is measured on at most 28 linear layers.
+        """
         errors, norms = [], []
         for layer in list(self.shapes)[:: -(-len(self.shapes) // 28)]:
             change, merged = self.change(layer), self[f"{layer}.weight"]
@@ -411,7 +439,7 @@ class MergedWeights(CodedWeights):
         return float(torch.stack(errors).norm() / torch.stack(norms).norm().clamp(min=1e-30))
 
     def change(self, layer: str) -> Tensor:
-        """Return what the adapter adds to a linear layer's weight, s B A in float32 [N, K]."""
+        """Return the change of a linear layer's weight, s B A, float32 [N, K]."""
         a, b = (self._masters[n].detach().to(self._device) for n in adapter_names(layer))
         shape = self.shapes[layer]
         change = torch.zeros(shape.num_rows, shape.num_columns, device=a.device)

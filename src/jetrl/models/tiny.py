@@ -1,10 +1,10 @@
-"""Models from nothing: random weights, and tiny complete model directories for demos and tests.
+"""Random weights, and tiny complete model directories for demos and tests.
 
-Runs depend on the rule for random weights. Matrices and biases are normal with mean 0 and the
-config's `initializer_range` as standard deviation (0.02 if it has none). For the projections into
-the residual stream (`o`, the block's last) it is divided by sqrt(2 * num_layers), so that the
-stream does not grow with depth. Norm weights are 1. One seeded generator fills them in the order of
-`families.parameter_shapes`, so a seed and a config give the same model everywhere.
+The initialization is fixed, since runs depend on its bits. Matrices and biases are normal with mean
+0 and standard deviation `initializer_range` (0.02 if config.json has none). For projections into
+the residual stream (`o`, and the block's last) the standard deviation is divided by
+sqrt(2 * num_layers), so that the stream does not grow with depth. Norm weights are 1. One seeded
+generator fills all parameters in the order of `families.parameter_shapes`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the 
 
 
 class RandomWeights(CodedWeights):
-    """Every parameter of a model under our names, float32, each made on access.
+    """Random parameters of a model by jetrl's names, float32, each drawn on access.
 
-    Memory is that of the largest parameter. Values do not depend on the order of access: the
-    generator's state before each tensor is kept. A seed gives the same weights on every CPU, and
-    others on a GPU, where 8B parameters take a second instead of minutes.
+    Values do not depend on the order of access: the state of the generator before each parameter is
+    saved. A seed gives the same weights on all CPUs, but others on a GPU, where 8B parameters take
+    a second instead of minutes. On "meta", parameters have no values. Raises UserError unless the
+    seed has 64 bits.
     """
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
@@ -48,14 +49,14 @@ class RandomWeights(CodedWeights):
         self._residual = tuple({f".{half.linears[-1]}.weight" for half in halves})
         self.names = self._shapes = parameter_shapes(config)
         self._device = device
-        outline = torch.device(device).type == "meta"  # shapes without values
+        outline = torch.device(device).type == "meta"
         self._generator = torch.Generator("cpu" if outline else device).manual_seed(seed)
         self._unmade = list(reversed(self._shapes))
         self._states: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         values: Tensor | None = None
-        # The tensors before this one are made and dropped: one generator fills all, in order.
+        # Earlier parameters are drawn and dropped, to get the generator's state.
         while name not in self._states:
             following = self._unmade.pop()
             self._states[following] = self._generator.get_state()
@@ -68,14 +69,14 @@ class RandomWeights(CodedWeights):
         return values
 
     def _make(self, name: str) -> Tensor:
-        """Return a parameter made from the current state of the generator."""
+        """Return a parameter drawn from the current state of the generator."""
         values = torch.empty(self._shapes[name], device=self._device)
         if values.is_meta or name.endswith("norm.weight"):
             return values.fill_(1.0)
         std = self._std
         if name.endswith(self._residual):  # these write into the residual stream
             std /= math.sqrt(2 * self._num_layers)
-        # Biases too, as trained models have them: one of zero would leave its code untried.
+        # Biases too, so that tests cover them.
         return values.normal_(0.0, std, generator=self._generator)
 
 
@@ -101,16 +102,19 @@ def make_tiny(
     overwrite: bool = False,
     **block: int,
 ) -> Path:
-    """Write a complete model directory with random weights; transformers and jetrl both load it.
+    """Write a model directory with random weights, for transformers and jetrl; return its path.
 
-    Sizes are those of config.json. A llama has the scaled rotary frequencies of Llama 3.1.
+    Sizes have their names in config.json. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Args:
-        vocab_size: Rows of the embedding, and tokens to train for 'bpe'; default: the number of the
-            tokenizer's tokens ('bpe': 4096).
+        vocab_size: Rows of the embedding, and maximum vocabulary of 'bpe'. Default: the tokenizer's
+            vocabulary, for 'bpe' at most 4,096 tokens.
         tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
-            text_files, with a chat template).
-        block: Sizes of the decoder layers' blocks and mixers, by their keys.
+            `text_files`, with a chat template).
+        block: Sizes of blocks and mixers, by their keys in config.json.
+
+    Raises:
+        UserError: an argument that is not supported, or a directory that cannot be written.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -158,7 +162,7 @@ def make_tiny(
             "original_max_position_embeddings": max(1, max_position_embeddings // 4),
         }
     if FAMILIES[family].window_in_use:
-        raw["sliding_window"] = None  # an absent one is transformers' default
+        raw["sliding_window"] = None  # without the key, transformers has a window
     if mixers:
         raw["layer_types"] = list(islice(cycle((*mixers, "full_attention")), num_layers))
     config = ModelConfig.from_hf(raw)
@@ -179,10 +183,10 @@ _CHATML = (
 
 
 def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token per character: <pad> is 0, <eos> is 1, then the alphabet.
+    """Return a tokenizer with one token per character: <pad> is 0, <eos> is 1, then the alphabet.
 
-    A character outside the alphabet is an error, never an unknown token that a model would be
-    trained on. Decoding joins characters without spaces.
+    Encoding a character outside the alphabet is an error: there is no unknown token. Decoding joins
+    characters without spaces. Raises UserError for an empty alphabet or a repeated character.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise UserError(f"alphabet {alphabet!r:.200}: empty, or it repeats a character")
@@ -201,7 +205,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
 
 def alphabet_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Return the alphabet of a tokenizer that `character_tokenizer` made; None for others."""
+    """Return the alphabet of a tokenizer from `character_tokenizer`; None for others."""
     special = list(_CHARACTER_SPECIAL)
     if tokenizer is None or tokenizer.convert_ids_to_tokens([0, 1]) != special:
         return None
@@ -211,11 +215,12 @@ def alphabet_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
 
 
 def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qwen2Tokenizer:
-    """Return a tokenizer of Qwen's kind, trained on files: byte-level BPE, each digit one token.
+    """Return a byte-level BPE tokenizer like Qwen's, trained on files; each digit is a token.
 
-    Any text encodes (all 256 bytes are tokens) and decodes to itself in Unicode's NFC form.
-    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML. Of `.jsonl`
-    files every string value is read. There are at most `vocab_size` tokens.
+    It has at most `vocab_size` tokens, at least 259. All 256 bytes are tokens, so any text encodes
+    and decodes to itself in Unicode's NFC form. The padding token is <|endoftext|> (0), the
+    end-of-sequence token <|im_end|> (2), and the chat template ChatML. In a `.jsonl` file, all
+    string values are training text. Raises UserError for a file that cannot be read.
     """
     special = [_BPE_PAD, _BPE_START, _BPE_END]
     smallest = 256 + len(special)
@@ -223,7 +228,7 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
         raise UserError(f"vocab_size = {vocab_size}: byte-level BPE needs at least {smallest}")
     if not text_files:
         raise UserError("a BPE tokenizer is trained on text: give at least one text file")
-    qwen = Qwen2Tokenizer().backend_tokenizer  # how it splits text; its vocabulary is empty
+    qwen = Qwen2Tokenizer().backend_tokenizer  # for its rule of splitting text
     trained = Tokenizer(models.BPE())
     trained.normalizer, trained.pre_tokenizer = qwen.normalizer, qwen.pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -247,10 +252,10 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
 
 
 def _texts_of(file: str | Path) -> list[str]:
-    """Return the texts of a file: every string in a `.jsonl` file, else all as one text."""
+    """Return all strings in a `.jsonl` file, or the contents of another file."""
     file = Path(file)
     try:
-        contents = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front
+        contents = file.read_text(encoding="utf-8-sig")  # may start with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     texts = [contents]
@@ -259,7 +264,7 @@ def _texts_of(file: str | Path) -> list[str]:
         for number, line in enumerate(contents.split("\n"), start=1):
             try:
                 found = list(_strings(json.loads(line))) if line.strip() else []
-                "".join(found).encode()  # fails on half of a character
+                "".join(found).encode()  # fails on a lone surrogate
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{file}, line {number}: not JSON in UTF-8: {error}") from None
             texts += found
@@ -270,7 +275,7 @@ def _texts_of(file: str | Path) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings in a JSON value, at any depth."""
+    """Yield all strings in a JSON value, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -156,16 +156,16 @@ class Weights:
         if not weight.fixed:
             dtype = torch.bfloat16 if in_bf16 else torch.float32
             self.gradients.expected.append((weight.master, dtype))
-        adapter = None
-        if self._adapter is not None and name in self._adapter.shapes:
-            adapter = self._adapter_weight(name, self._adapter)
+        own, added = self._adapter, None
+        if own is not None and name in own.shapes:
+            added = self._adapter_weight(name, own)
         return Linear(
             quantized=weight,
             bias=bias_master,
             plan=self.plan,
             out_dtype=self.dtype,
             gradients=self.gradients,
-            adapter=adapter,
+            adapter=added,
         )
 
     def _adapter_weight(self, layer: str, adapter: Adapter) -> AdapterWeight:
