@@ -425,6 +425,7 @@ def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None
     return sum(map(math.prod, _trained_shapes(config, cards, lora).values()))
 
 
+@functools.lru_cache(maxsize=32)
 def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:
     """Return the bytes of the BF16 copy of an adapter; the fp32 plan has none."""
     if lora is None or plan.reads_masters:
@@ -434,6 +435,7 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
     return 2 * (rows + sum(s.num_rows * s.padded_rank for s in shapes))
 
 
+@functools.lru_cache(maxsize=32)
 def quantized_bytes(
     config: ModelConfig, plan: PrecisionPlan, sides: tuple[Side, ...] = ("rollout", "train")
 ) -> int:
