@@ -31,7 +31,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
 from jetrl.memory.out_of_memory import release
-from jetrl.memory.plan import MemoryPlan, Workload
+from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
@@ -283,20 +283,22 @@ class Flow:
         load, chosen = self.load, self.chosen
         recomputed = bool(chosen["activation_checkpointing"])
         settings = self._settings(chosen["micro_batch_tokens"], recomputed, for_plan=True)
-        return MemoryPlan(
-            settings,
-            self.policy.config,
-            load=Workload(
-                load.sequences,
-                load.length,
-                load.sequences,
-                load.prompts * load.prompt_length,
-                most_held=load.most_held if self._together == load.sequences else None,
-            ),
-            free=self._free,
-            device=self.policy.device.type,
-            cards=world().size,
+        workload = Workload(
+            sequences=load.sequences,
+            tokens=load.length,
+            trained=load.sequences,
+            prompts=load.prompts * load.prompt_length,
+            most_held=load.most_held if self._together == load.sequences else None,
         )
+        run = PlannedRun(
+            settings=settings,
+            config=self.policy.config,
+            others=OtherModels(),
+            load=workload,
+            cards=world().size,
+            device=self.policy.device.type,
+        )
+        return MemoryPlan(run, self._free, run.tokens)
 
     def _fits(self, count: int, checkpointing: bool) -> bool:
         given = self._choices.tokens_per_micro_batch

@@ -13,7 +13,7 @@ from tests.memory.test_plan import held, row
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
+from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.packed import pack
 from jetrl.models.policy import Policy
@@ -97,7 +97,8 @@ def test_a_rank_without_gradients_stops_nobody() -> None:
 
 def test_ranks_hold_what_is_planned() -> None:
     of_ranks = run_ranks(2, _bytes_on_this_rank)
-    plan = MemoryPlan(settings(), shape("tiny"), load=LOAD, cards=2, device="cpu")
+    run = PlannedRun(settings(), shape("tiny"), OtherModels(), LOAD, cards=2, device="cpu")
+    plan = MemoryPlan(run, None, run.tokens)
     masters, quantized, gradients = (max(sizes) for sizes in zip(*of_ranks, strict=True))
     assert row(plan, "master weights") == masters
     assert row(plan, "quantized weights") == quantized

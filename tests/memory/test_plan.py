@@ -16,7 +16,7 @@ from jetrl.errors import UserError
 from jetrl.memory.activations import PlannedMicroBatch, layer_backward_bytes
 from jetrl.memory.fitting import DoesNotFitError, check_fits
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, shown
+from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload, shown
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
@@ -48,6 +48,20 @@ def settings(*overrides: str) -> Any:
     return load_config("demo", ["sft.steps=0", "eval.every=0", *overrides])
 
 
+def planned(
+    asked: Any,
+    config: ModelConfig,
+    others: OtherModels | None = None,
+    load: Workload | None = None,
+    free: int | None = None,
+    tokens: int | None = None,
+    device: str = "cuda",
+) -> MemoryPlan:
+    load = load or Workload.of(asked, config)
+    run = PlannedRun(asked, config, others or OtherModels(), load, device=device)
+    return MemoryPlan(run, free, run.tokens if tokens is None else tokens)
+
+
 def held(model: Model) -> int:
     """The bytes that the forwards of a model read, each tensor once."""
     weights = [model.decoder.embedding]
@@ -60,7 +74,7 @@ def held(model: Model) -> int:
 def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: bool) -> None:
     config = {**CONFIG, "tie_word_embeddings": tied}
     policy = Policy.from_config(config, PrecisionPlan.preset(preset))
-    plan = MemoryPlan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
+    plan = planned(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(plan, "master weights") == masters
     assert row(plan, "quantized weights") == held(policy)
@@ -70,7 +84,7 @@ def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)
     policy = Policy(ModelSource.from_seed(SMALL, 0), plan, trains=lambda name: False)
-    assert row(MemoryPlan(asked, SMALL), "quantized weights") == held(policy)
+    assert row(planned(asked, SMALL), "quantized weights") == held(policy)
 
 
 def test_prompts_are_counted_once_for_their_completions() -> None:
@@ -88,8 +102,8 @@ def test_prompts_are_counted_once_for_their_completions() -> None:
 
 def test_pages_take_what_is_left() -> None:
     load = Workload(256, 9000, 256, 8192)
-    whole = MemoryPlan(settings(), LARGE, load=load)
-    part = MemoryPlan(settings(), LARGE, load=load, free=150 * GIB)
+    whole = planned(settings(), LARGE, load=load)
+    part = planned(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
     kept = sum(row(part, what) for what in ("master", "optimizer", "quantized"))
     staged = 64 * 8192 * STAGED
@@ -108,7 +122,7 @@ def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
     assert 1024 <= tight.tokens < 16384
     assert tight.tokens % 1024 == 0
     assert tight.plan.peak < 170 * GIB
-    more = MemoryPlan(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
+    more = planned(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
     assert more.peak > 168 * GIB
 
 
@@ -139,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     both = "it fits with adapter.kind=lora precision.base=nvfp4: 2"
     assert both in refused(22 * GIB)
     recomputed, load = "train.activation_checkpointing=true", Workload(256, 512, 256, 8192)
-    least = MemoryPlan(settings(recomputed), LARGE, None, load, tokens=1024).peak + 2 * GIB
+    least = planned(settings(recomputed), LARGE, None, load, tokens=1024).peak + 2 * GIB
     assert "it fits with reference.offload=true" in refused(least, "algorithm.kl=0.1", recomputed)
 
 
@@ -164,13 +178,13 @@ def test_the_draft_head_and_texts_of_drafts_count() -> None:
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
-    plan = MemoryPlan(settings("rollout.speculation=head", "draft_head.most_tokens=100"), SMALL)
+    plan = planned(settings("rollout.speculation=head", "draft_head.most_tokens=100"), SMALL)
     expected = (4 + 8) * elements + kept + 100 * SMALL.hidden_size * 2
     assert row(plan, "draft head: weights") == pytest.approx(expected, rel=0.05)  # norms apart
     words = ["rollout.max_batch_size=48", "rollout.speculation=text"]
     text = Speculation("text", 48, SMALL.max_position_embeddings, policy.device).text
     kept = text.text.nbytes + text.tables.nbytes + 3 * 4 * (GPU_ARCHIVE - CPU_ARCHIVE)
-    plan = MemoryPlan(settings(*words), SMALL, load=Workload(48, 64, 48, 64))
+    plan = planned(settings(*words), SMALL, load=Workload(48, 64, 48, 64))
     assert row(plan, "text of drafts") == pytest.approx(kept, rel=1e-3)
 
 
@@ -178,7 +192,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
     path = make_tiny(tmp_path / "other", **sizes)
     one = settings("algorithm.name=ppo", f"critic.path={path}", f"reference.path={path}")
-    plan = MemoryPlan(one, SMALL, OtherModels.of(one))
+    plan = planned(one, SMALL, OtherModels.of(one))
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
     masters = sum(4 * p.numel() for p in critic.master_weights().values())
     assert row(plan, "critic: weights") == 3 * masters + held(critic)
@@ -193,7 +207,7 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked() -> None:
     """A reference much larger than the policy makes the reference's forward the highest moment."""
     load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
     one = settings("algorithm.kl=0.1", "reference.offload=true")
-    plan = MemoryPlan(one, small, OtherModels(reference=LARGE), load)
+    plan = planned(one, small, OtherModels(reference=LARGE), load)
     assert row(plan, "reference: quantized", "optimizer") == 0
     weights = row(plan, "reference: quantized", "reference")
     assert plan.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
@@ -205,7 +219,7 @@ def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     hf = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     model = ScalarModel.from_config(hf, PrecisionPlan.preset("unified"))
     one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
-    plan = MemoryPlan(one, config, load=Workload.of_pairs(one, 100))
+    plan = planned(one, config, load=Workload.of_pairs(one, 100))
     masters = sum(master.nbytes for master in model.master_weights().values())
     assert row(plan, "master weights", "backward") == masters
     assert row(plan, "optimizer states", "backward") == 2 * masters
@@ -224,7 +238,7 @@ def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
     for case in measured["rows"]:
         chosen = case["settings"]
         states = f"train.optimizer_states={chosen['optimizer_states']}"
-        plan = MemoryPlan(
+        plan = planned(
             settings(f"precision.preset={case['plan']}", states),
             LARGE,
             load=Workload(24, 2304, 24, 768),
@@ -261,18 +275,18 @@ def test_a_base_and_its_adapter_are_those_of_a_policy(preset: str) -> None:
     policy = Policy(source, plan)
     words = [f"precision.preset={preset}", "adapter.kind=lora", "adapter.rank=5"]
     words += ['adapter.targets=["q_proj", "v_proj", "down_proj"]', "adapter.train_norms=true"]
-    planned = MemoryPlan(settings(*words), SMALL)
+    plan = planned(settings(*words), SMALL)
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
-    assert row(planned, "master weights of the adapter") == masters
-    assert row(planned, "gradients", "optimizer") == masters
-    assert row(planned, "optimizer states") == 2 * masters
+    assert row(plan, "master weights of the adapter") == masters
+    assert row(plan, "gradients", "optimizer") == masters
+    assert row(plan, "optimizer states") == 2 * masters
     adapters = [m.adapter for m in policy.decoder.modules() if isinstance(m, Linear) and m.adapter]
     read = sum(tensor.nbytes for adapter in adapters for tensor in adapter.tensors())
     if preset == "fp32":  # which multiplies by the master weights
         assert read == 0
     else:
-        assert row(planned, "adapter as forwards read it") == read
-        assert row(planned, "quantized weights") == held(policy)
+        assert row(plan, "adapter as forwards read it") == read
+        assert row(plan, "quantized weights") == held(policy)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, shown
+from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, PlannedRun, Workload, shown
 from jetrl.models.families import ModelConfig
 from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
@@ -68,65 +68,43 @@ class DoesNotFitError(UserError):
         self.ways = ways
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run whose memory is planned: the constant arguments of `MemoryPlan`."""
+def _largest(run: PlannedRun, free: int) -> Fitted | None:
+    """Return the plan with the largest micro-batches that fit; None if no size does."""
+    most = run.tokens
+    fewest = run.settings.distributed.same_bits_down_to or run.cards
+    for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
+        on_fewest = MemoryPlan(replace(run, cards=fewest), free, tokens)
+        plan = on_fewest if fewest == run.cards else MemoryPlan(run, free, tokens)
+        if max(plan.needed, on_fewest.needed) <= free:
+            return Fitted(plan, tokens, free)
+    return None
 
-    settings: Settings
-    config: ModelConfig
-    others: OtherModels
-    load: Workload
-    cards: int
 
-    def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
-        return MemoryPlan(
-            settings=self.settings,
-            config=self.config,
-            others=self.others,
-            load=self.load,
-            free=free,
-            tokens=tokens,
-            device=device,
-            cards=self.cards,
-        )
-
-    def largest(self, free: int) -> Fitted | None:
-        """Return the plan with the largest micro-batches that fit; None if no size does."""
-        most = self.tokens
-        fewest = self.settings.distributed.same_bits_down_to or self.cards
-        for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
-            plans = [replace(self, cards=n).plan(free, tokens) for n in {fewest, self.cards}]
-            if all(plan.needed <= free for plan in plans):
-                return Fitted(self.plan(free, tokens), tokens, free)
+def _changed(run: PlannedRun, changes: Changes, cards: int) -> PlannedRun | None:
+    """Return the run with changed settings; None if they conflict with other settings."""
+    tree = run.settings.model_dump(exclude_unset=True)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        tree[section] = {**tree.get(section, {}), name: value}
+    try:
+        settings = Settings.model_validate(tree)
+        PrecisionPlan.from_settings(settings.precision)
+    except (ValidationError, UserError):
         return None
+    load = run.load
+    if "rollout.max_tokens" in changes:
+        load = replace(load, tokens=min(load.tokens, load.prompt + settings.longest_answer))
+    return replace(run, settings=settings, load=load, cards=cards)
 
-    def with_changes(self, changes: Changes, cards: int) -> _Run | None:
-        """Return the run with changed settings; None if they conflict with other settings."""
-        tree = self.settings.model_dump(exclude_unset=True)
-        for key, value in changes.items():
-            section, _, name = key.partition(".")
-            tree[section] = {**tree.get(section, {}), name: value}
-        try:
-            settings = Settings.model_validate(tree)
-            PrecisionPlan.from_settings(settings.precision)
-        except (ValidationError, UserError):
-            return None
-        longest = min(self.load.tokens, self.load.prompt + settings.longest_answer)
-        load = replace(self.load, tokens=longest) if "rollout.max_tokens" in changes else self.load
-        return replace(self, settings=settings, load=load, cards=cards)
 
-    def way(self, changes: Changes, free: int, cards: int = 0) -> Way | None:
-        """Return a way to fit with changed settings or more GPUs; None if that does not fit."""
-        run = self.with_changes(changes, cards or self.cards)
-        # Try the smallest micro-batch first, since most changes do not suffice even for that.
-        if run is None or run.plan(free, min(STEP, self.tokens)).needed > free:
-            return None
-        fitted = run.largest(free)
-        return None if fitted is None else Way(changes, cards, fitted)
-
-    @property
-    def tokens(self) -> int:
-        return self.settings.train.tokens_per_micro_batch
+def _way(run: PlannedRun, changes: Changes, free: int, cards: int = 0) -> Way | None:
+    """Return a way to fit with changed settings or more GPUs; None if that does not fit."""
+    changed = _changed(run, changes, cards or run.cards)
+    # Try the smallest micro-batch first, since most changes do not suffice even for that.
+    if changed is None or MemoryPlan(changed, free, min(STEP, run.tokens)).needed > free:
+        return None
+    fitted = _largest(changed, free)
+    return None if fitted is None else Way(changes, cards, fitted)
 
 
 def check_fits(
@@ -144,8 +122,14 @@ def check_fits(
     bytes before loading; None for no limit. `cards` is the number of GPUs; None: one per process.
     Raises DoesNotFitError, which proposes settings with which the run would fit.
     """
-    tokens = settings.train.tokens_per_micro_batch
-    run = _Run(settings, config, others, load, world().size if cards is None else cards)
+    run = PlannedRun(
+        settings=settings,
+        config=config,
+        others=others,
+        load=load,
+        cards=world().size if cards is None else cards,
+        device=device,
+    )
     fewest = settings.distributed.same_bits_down_to
     if fewest > run.cards:
         raise UserError(
@@ -156,11 +140,11 @@ def check_fits(
     if free is not None:
         free = agree(LARGEST_SIZE, free)
     if free is None or device == "cpu":
-        plan = run.plan(None, tokens, device)
+        plan = MemoryPlan(run, None, run.tokens)
         if free is not None:
             _check_cpu(plan, free)
-        return Fitted(plan, tokens, free)
-    fitted = run.largest(free)
+        return Fitted(plan, run.tokens, free)
+    fitted = _largest(run, free)
     if fitted is None:
         raise _does_not_fit(replace(run, cards=fewest or run.cards), free)
     return fitted
@@ -178,9 +162,9 @@ def _check_cpu(plan: MemoryPlan, free: int) -> None:
         raise UserError(message)
 
 
-def _does_not_fit(run: _Run, free: int) -> DoesNotFitError:
+def _does_not_fit(run: PlannedRun, free: int) -> DoesNotFitError:
     """Return the error for a run that does not fit, with its smallest plan and ways to fit."""
-    least = run.plan(free, min(STEP, run.tokens))
+    least = MemoryPlan(run, free, min(STEP, run.tokens))
     where, each = ("the GPU", "") if run.cards == 1 else (f"{run.cards} GPUs", " on each")
     sizes = f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
     why = f"even with micro-batches of {least.micro_batch.tokens} tokens it needs {sizes}"
@@ -191,7 +175,7 @@ def _does_not_fit(run: _Run, free: int) -> DoesNotFitError:
     return DoesNotFitError(message, ways)
 
 
-def _ways(run: _Run, free: int) -> list[Way]:
+def _ways(run: PlannedRun, free: int) -> list[Way]:
     """Return the smallest changes that fit: for full training, for LoRA, and with more GPUs."""
     remedies, shorter = list(_remedies(run)), list(_shorter_answers(run))
     adapted: list[Changes] = [*remedies, {"precision.base": NVFP4.name}, *shorter]
@@ -208,16 +192,18 @@ def _ways(run: _Run, free: int) -> list[Way]:
         for cards in _MORE_GPUS:
             if cards <= run.cards:
                 continue
-            way = run.way({**changes, **({_PINNED: cards} if pinned else {})}, free, cards)
+            way = _way(run, {**changes, **({_PINNED: cards} if pinned else {})}, free, cards)
             if way is not None:
                 return [*ways, way]
     return ways
 
 
-def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int) -> list[Way]:
+def _smallest(
+    run: PlannedRun, remedies: Sequence[Changes], always: Changes, free: int
+) -> list[Way]:
     """Return up to three sets of remedies that fit, each with the minimum number of settings."""
-    remedies = [remedy for remedy in remedies if run.with_changes({**always, **remedy}, run.cards)]
-    if run.way(_merged([always, *remedies]), free) is None:
+    remedies = [remedy for remedy in remedies if _changed(run, {**always, **remedy}, run.cards)]
+    if _way(run, _merged([always, *remedies]), free) is None:
         return []
     for count in range(len(remedies) + 1):
         found: dict[tuple[str, ...], Way] = {}
@@ -225,7 +211,7 @@ def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int
             changes = _merged([always, *chosen])
             keys = tuple(changes)
             twice = len(keys) < len(always) + sum(map(len, chosen))  # of one setting
-            if not twice and keys not in found and (way := run.way(changes, free)):
+            if not twice and keys not in found and (way := _way(run, changes, free)):
                 found[keys] = way
                 if len(found) == _MOST_WAYS:
                     break
@@ -239,7 +225,7 @@ def _merged(changes: Iterable[Changes]) -> Changes:
     return dict(pair for change in changes for pair in change.items())
 
 
-def _remedies(run: _Run) -> Iterator[Changes]:
+def _remedies(run: PlannedRun) -> Iterator[Changes]:
     """Yield changes that save memory, cheapest first."""
     settings, train = run.settings, run.settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
@@ -255,7 +241,7 @@ def _remedies(run: _Run) -> Iterator[Changes]:
         yield {"train.activation_checkpointing": True}
 
 
-def _shorter_answers(run: _Run) -> Iterator[Changes]:
+def _shorter_answers(run: PlannedRun) -> Iterator[Changes]:
     """Yield maximum completion lengths, each half of the one before."""
     settings, answer = run.settings, run.settings.longest_answer
     while run.load.sequences and (answer := answer // 2) >= _SHORT_ANSWER:

@@ -158,43 +158,51 @@ class Workload:
         return replace(self, sequences=together, prompts=-(-self.prompts // cards))
 
 
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose memory is planned, on `cards` GPUs with `load` divided among them.
+
+    `config` is that of the trained model: the policy, or a reward model.
+    """
+
+    settings: Settings
+    config: ModelConfig
+    others: OtherModels
+    load: Workload
+    cards: int = 1
+    device: str = "cuda"
+
+    @property
+    def tokens(self) -> int:
+        """The setting for the tokens of a micro-batch."""
+        return self.settings.train.tokens_per_micro_batch
+
+
 class MemoryPlan:
     """The memory of a run; on several GPUs, of the GPU that needs the most.
 
     Args:
-        config: The config of the trained model: the policy, or a reward model.
-        others: The configs of the other models; by default the policy's.
         free: Bytes free before loading, which limit the KV pages; None for no limit.
-        tokens: Tokens per micro-batch; by default train.tokens_per_micro_batch.
+        tokens: Tokens per micro-batch.
 
     Attributes:
         micro_batch: The largest micro-batch.
         reserve: Bytes of a GPU that must stay free, for memory that no row counts.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: ModelConfig,
-        others: OtherModels | None = None,
-        load: Workload | None = None,
-        free: int | None = None,
-        tokens: int | None = None,
-        device: str = "cuda",
-        cards: int = 1,
-    ) -> None:
+    def __init__(self, run: PlannedRun, free: int | None, tokens: int) -> None:
         self.rows: list[Row] = []
-        self.reserve = 0 if device == "cpu" else _RESERVE
-        self._settings, self._others = settings, others or OtherModels()
-        self._config = config = adapted_config(settings.adapter, config)
-        load = (load or Workload.of(settings, config)).of_a_rank(settings, cards)
-        self._load, self._device, self._cards = load, device, cards
-        self._tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
+        self._settings = settings = run.settings
+        self._others, self._cards, self._tokens = run.others, run.cards, tokens
+        self._config = config = adapted_config(settings.adapter, run.config)
+        self._load = load = run.load.of_a_rank(settings, run.cards)
+        self._on_gpu = run.device != "cpu"
+        self.reserve = _RESERVE if self._on_gpu else 0
         self._plan = PrecisionPlan.from_settings(settings.precision)
         self._lora = lora_of(settings.adapter, config)
         self._critic = (self._others.critic or config).with_scalar_head()
         whole = load.trained * load.tokens
-        most = min(max(self._tokens, load.together * load.tokens), whole)
+        most = min(max(tokens, load.together * load.tokens), whole)
         shared = settings.train.share_prompts is not False
         self.micro_batch = PlannedMicroBatch(most, load.tokens, whole > most, shared)
         reference, sampled = settings.reference, load.sequences > 0
@@ -212,7 +220,7 @@ class MemoryPlan:
             self._add_rollout(free)
             self._add_forwards()
         self._add_training("", "backward", "optimizer", config, self._plan, self._lora)
-        if device != "cpu":
+        if self._on_gpu:
             self._add("libraries", _LIBRARIES)
         if "critic" in self._moments:
             base = self._plan.without_base
@@ -320,14 +328,13 @@ class MemoryPlan:
         Logits of prefill are outside of graphs: at most one row per sequence.
         """
         rollout, config, load = self._settings.rollout, self._config, self._load
-        drafts = verified_drafts(
-            rollout.speculation, self._plan.exact, self._device, rollout.oversample
-        )
+        device = "cuda" if self._on_gpu else "cpu"
+        drafts = verified_drafts(rollout.speculation, self._plan.exact, device, rollout.oversample)
         rows = most_rows(load.sequences, drafts)
         logit = 4 * config.vocab_size
         graphs = self._forward_bytes(rows) + rows * logit
         text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
-        kept: tuple[Moment, ...] = ("rollout",) if self._device == "cpu" else self._moments
+        kept: tuple[Moment, ...] = self._moments if self._on_gpu else ("rollout",)
         decode = dict.fromkeys(kept, graphs) | {"rollout": graphs + load.sequences * logit}
         self._add("decode's graphs and logits", decode)
         self._add("text of drafts", dict.fromkeys(kept, text))
