@@ -9,7 +9,7 @@ import torch
 from small_models import config, make_policy, outcome, scored
 
 from jetrl import RolloutEngine, SamplingParams
-from jetrl.memory.device import beside_tensors
+from jetrl.memory.device import bytes_outside_torch
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
 from jetrl.training.trainer import Trainer
@@ -31,14 +31,14 @@ def mapped() -> Any:
 def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
     size = 2**31 + 2**20 + 3  # offsets beyond 32 bits with a sign
     memory = mapped(size, torch.device("cuda"))
-    before = beside_tensors()
+    before = bytes_outside_torch()
     addresses, freed = set(), []
     for turn in range(50):
         assert not memory.mapped
         memory.map()
         bytes = memory.tensor()
         assert bytes.shape == (size,)
-        assert beside_tensors() >= before + size
+        assert bytes_outside_torch() >= before + size
         addresses.add(bytes.data_ptr())
         bytes.fill_(turn)
         assert bytes[-1].item() == turn
@@ -55,19 +55,19 @@ def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
     del memory
     bytes.zero_()  # which keeps it
     assert bytes[-1].item() == 0
-    assert beside_tensors() > before
+    assert bytes_outside_torch() > before
     del bytes
-    assert beside_tensors() == before
+    assert bytes_outside_torch() == before
 
 
 def test_too_much_is_out_of_memory(mapped: Any) -> None:
-    before = beside_tensors()
+    before = bytes_outside_torch()
     memory = mapped(2**38, torch.device("cuda"))
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to map 256\.00 GiB"):
             memory.map()
         assert not memory.mapped
-    assert beside_tensors() == before
+    assert bytes_outside_torch() == before
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "bf16"])
@@ -84,10 +84,10 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
     assert engine.stats.graphs > 0
     assert 0 < engine.stats.capture_s < engine.stats.seconds
     for _ in range(2):
-        before = beside_tensors()
+        before = bytes_outside_torch()
         assert engine._pool._cache is not None
         engine.free_cache()
-        assert beside_tensors() <= before - engine._pool._cache.num_bytes
+        assert bytes_outside_torch() <= before - engine._pool._cache.num_bytes
         metrics = trainer.step(scored(prompts, completions)).metrics
         assert metrics["mismatch/num_different"] == 0
         last, completions = completions, engine.generate(prompts, params)
@@ -126,9 +126,9 @@ def test_no_memory_for_the_pages_halves_the_sizes(
 
 def test_an_engine_that_goes_leaves_nothing() -> None:
     policy = make_policy(CONFIG)
-    before = beside_tensors()
+    before = bytes_outside_torch()
     engine = RolloutEngine(policy, num_pages=PAGES)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
-    assert beside_tensors() > before
+    assert bytes_outside_torch() > before
     del engine
-    assert beside_tensors() == before
+    assert bytes_outside_torch() == before

@@ -15,7 +15,7 @@ from small_models import make_policy, requested
 from jetrl.loop import train
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
-from jetrl.memory.device import beside_tensors, free_bytes
+from jetrl.memory.device import bytes_outside_torch, free_bytes
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import OtherModels, Workload
@@ -91,7 +91,7 @@ def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     config = ModelConfig.from_hf(model.config)
     load = Workload.of(settings, config, 8)
     release()
-    before = (torch.cuda.memory_allocated() + beside_tensors()) / GIB
+    before = (torch.cuda.memory_allocated() + bytes_outside_torch()) / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
     again: list[int] = []
     remap = PagedCache.remap

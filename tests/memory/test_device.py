@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetrl.memory import device as device_memory
-from jetrl.memory.device import DeviceBytes, beside_tensors, peak_bytes, reset_peak
+from jetrl.memory.device import DeviceBytes, bytes_outside_torch, peak_bytes, reset_peak
 
 GPU = torch.device("cuda", 0)
 
@@ -21,9 +21,9 @@ def test_the_peak_is_of_tensors_and_what_is_held_with_them(monkeypatch: pytest.M
     graphs.bytes += 5
     graphs.bytes += 2
     assert (pages.bytes, graphs.bytes) == (50, 7)
-    assert (beside_tensors(), peak_bytes()) == (57, 157)
+    assert (bytes_outside_torch(), peak_bytes()) == (57, 157)
     pages.bytes, tensors = 0, 120
-    assert (beside_tensors(), peak_bytes()) == (7, 157), "before the pages were given back"
+    assert (bytes_outside_torch(), peak_bytes()) == (7, 157), "before the pages were given back"
     tensors = 200
     assert peak_bytes() == 207
     reset_peak()
@@ -31,4 +31,6 @@ def test_the_peak_is_of_tensors_and_what_is_held_with_them(monkeypatch: pytest.M
     assert peak_bytes() == 17
     graphs.bytes = 30
     del graphs
-    assert (beside_tensors(), peak_bytes()) == (0, 40), "what goes with its owner was held before"
+    assert (bytes_outside_torch(), peak_bytes()) == (0, 40), (
+        "what goes with its owner was held before"
+    )

@@ -79,13 +79,13 @@ def test_memory_comes_and_goes_behind_its_addresses(driver):
         driver.fails["cuMemCreate"] = [Result.CUDA_ERROR_OUT_OF_MEMORY]  # torch keeps some: again
         memory.map()
         assert (driver.live["mapped"], driver.live["handles"]) == (1, 0)
-        assert device_memory.beside_tensors() == 2 * UNIT
+        assert device_memory.bytes_outside_torch() == 2 * UNIT
         memory.unmap()
-        assert driver.live["mapped"] == device_memory.beside_tensors() == 0
+        assert driver.live["mapped"] == device_memory.bytes_outside_torch() == 0
     memory.map()
     del memory
     assert not any(driver.live.values()), "an owner that goes gives all back"
-    assert device_memory.beside_tensors() == 0
+    assert device_memory.bytes_outside_torch() == 0
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
@@ -98,7 +98,7 @@ def test_a_call_that_fails_leaves_nothing_behind(driver, name, short):
         memory.map()
     assert not memory.mapped
     assert (driver.live["mapped"], driver.live["handles"]) == (0, 0)
-    assert device_memory.beside_tensors() == 0
+    assert device_memory.bytes_outside_torch() == 0
     driver.fails.clear()
     memory.map()
     assert memory.mapped

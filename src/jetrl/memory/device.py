@@ -62,7 +62,7 @@ def _hold(key: int, count: int, device: torch.device) -> None:
         _COUNTS.held.pop(key, None)
 
 
-def beside_tensors() -> int:
+def bytes_outside_torch() -> int:
     """Return the bytes now held outside torch's allocator."""
     return sum(_COUNTS.held.values())
 
@@ -77,5 +77,5 @@ def peak_bytes(device: torch.device | None = None) -> int:
 
     The result is too high if bytes outside torch's allocator were added after its own peak.
     """
-    now = int(torch.cuda.max_memory_allocated(device)) + beside_tensors()
+    now = int(torch.cuda.max_memory_allocated(device)) + bytes_outside_torch()
     return max(now, _COUNTS.peak)

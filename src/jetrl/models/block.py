@@ -133,20 +133,26 @@ class DenseShape(Block):
         self, hidden: int, tokens: int, format: Format, first: bool, group: int
     ) -> int:
         inner = self.intermediate_size
-        gradient = 4 * 2 * inner * hidden if first else 0
-        if format.coded and (not format.grouped or inner % group):
-            # Not fused: dY of SwiGLU and of gate_up in BF16, and all codes.
-            wgrad = (4 * inner + 5 * hidden) * tokens + 2 * 2 * inner * hidden + gradient
-            return 2 * hidden * tokens + max(11 * inner * tokens, wgrad)
+        residual = 2 * hidden * tokens  # its gradient, in BF16
+        dw = 2 * 2 * inner * hidden  # of gate_up, in BF16
+        gradient = 2 * dw if first else 0  # the same in FP32, for later micro-batches to add to
         if not format.coded:
-            return (6 * hidden + 6 * inner) * tokens + gradient
+            # dY of SwiGLU and of gate_up; dX and X of gate_up.
+            return residual + (2 + 4) * inner * tokens + (2 + 2) * hidden * tokens + gradient
+        if not format.grouped or inner % group:
+            # Not fused. While dY of gate_up is quantized: dY of SwiGLU and of gate_up in BF16, two
+            # codes of each value of the latter, and codes of SwiGLU's output.
+            quantized = (2 + 4 + 2 * 2 + 1) * inner * tokens
+            # While dW of gate_up is computed: codes of its dY; dX, X in BF16, and codes of X.
+            wgrad = 2 * 2 * inner * tokens + (2 + 2 + 1) * hidden * tokens + dw + gradient
+            return residual + max(quantized, wgrad)
         # While dY of gate_up is computed: codes of down's dY, dY of SwiGLU, codes of its output.
         gated = (2 * hidden + 3 * inner) * tokens
-        # While dW of gate_up is computed: dX, codes of X, and the product in bfloat16.
-        wgrad = 3 * hidden * tokens + 2 * 2 * inner * hidden + gradient
+        # While dW of gate_up is computed: dX and codes of X.
+        wgrad = 3 * hidden * tokens + dw + gradient
         groups = -(-tokens // group)  # codes and scales along tokens
         codes = 2 * inner * groups * (group + 4)
-        return 2 * hidden * tokens + 2 * codes + max(gated, wgrad)
+        return residual + 2 * codes + max(gated, wgrad)
 
     def adapted_backward_bytes(self, hidden: int, tokens: int, format: Format, weight: int) -> int:
         inner = self.intermediate_size

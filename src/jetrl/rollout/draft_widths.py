@@ -20,8 +20,32 @@ import numpy as np
 from jetrl.memory.pages import ALWAYS_ROWS, MOST_ROWS
 from jetrl.rollout.sizes import padded_batch
 
+WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, and drafts.
+# Width, and rows of a forward per sequence.
+_SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
+_TILE = 64  # Rows per tile of a GEMM: a partial tile is not faster.
+_GAIN = 1.02  # Minimum expected speedup for verifying drafts.
+_TRIAL = 1.15  # The same for a width that has not run: its graph may need capturing.
+_ASK_EVERY = 32  # Steps without verified drafts before the draft head is tried again.
+_LOOK_UP_EVERY = 8  # Steps between look-ups while nothing is verified.
+_FIRST_STEPS = 4  # Steps at the start that look drafts up.
+_FRESH = 8  # Steps after a plain one in which the extra seconds of a width are measured.
+_PROBE_EVERY = 64  # Steps with verified drafts between plain steps.
 _KEPT = 0.8  # Decay of running means per decode step.
 _LEAST, _MOST = 0.5, 2.0  # Bounds of the ratio of accepted to expected tokens.
+
+
+@dataclass(frozen=True)
+class Width:
+    """The size of the forwards of a decode step; `rows` includes padded sequences.
+
+    A sequence has at most `most` tokens: the last one drawn, then drafts. `drafts` is whether
+    drafts are looked up.
+    """
+
+    most: int
+    rows: int
+    drafts: bool
 
 
 @dataclass(frozen=True)
@@ -117,32 +141,6 @@ class AcceptanceModel:
 
 def mean(before: float, now: float) -> float:
     return _KEPT * before + (1 - _KEPT) * now
-
-
-WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, and drafts.
-# Width, and rows of a forward per sequence.
-_SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
-_TILE = 64  # Rows per tile of a GEMM: a partial tile is not faster.
-_GAIN = 1.02  # Minimum expected speedup for verifying drafts.
-_TRIAL = 1.15  # The same for a width that has not run: its graph may need capturing.
-_ASK_EVERY = 32  # Steps without verified drafts before the draft head is tried again.
-_LOOK_UP_EVERY = 8  # Steps between look-ups while nothing is verified.
-_FIRST_STEPS = 4  # Steps at the start that look drafts up.
-_FRESH = 8  # Steps after a plain one in which the extra seconds of a width are measured.
-_PROBE_EVERY = 64  # Steps with verified drafts between plain steps.
-
-
-@dataclass(frozen=True)
-class Width:
-    """The size of the forwards of a decode step; `rows` includes padded sequences.
-
-    A sequence has at most `most` tokens: the last one drawn, then drafts. `drafts` is whether
-    drafts are looked up.
-    """
-
-    most: int
-    rows: int
-    drafts: bool
 
 
 class DraftWidths:

@@ -403,7 +403,7 @@ class Session(OpenRun):
                 raise MismatchError(f"step {number}: {error}; {where}") from None
         # All ranks applied the same update, so different weights are a fault.
         trainer = self.trainer
-        compare_weights(f"after step {number}", *trainer.models, beside=trainer.tensors_beside)
+        compare_weights(f"after step {number}", *trainer.models, beside=trainer.equal_tensors)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
         # Rewards and lengths cover all samples, including dropped groups.

@@ -32,7 +32,7 @@ import torch
 
 from jetrl.distributed.peers import peers
 from jetrl.errors import EXIT_HANG
-from jetrl.memory.device import beside_tensors
+from jetrl.memory.device import bytes_outside_torch
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.storage import storing
@@ -195,7 +195,7 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
         )
     if policy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(policy.device)]
-        lines.append(f"KV pages and graphs, beside it: {beside_tensors() / 2**30:.2f} GiB")
+        lines.append(f"KV pages and graphs, beside it: {bytes_outside_torch() / 2**30:.2f} GiB")
     return lines
 
 

@@ -124,7 +124,7 @@ class Trainer:
         return [self.policy, *chain(*(extra.models() for extra in self.extras))]
 
     @property
-    def tensors_beside(self) -> dict[str, Tensor]:
+    def equal_tensors(self) -> dict[str, Tensor]:
         """Further tensors, by name, that must be equal on every rank."""
         return {n: t for extra in self.extras for n, t in extra.equal_tensors().items()}
 
