@@ -188,7 +188,9 @@ def simulate(
     **kwargs,
 ):
     groups = make_groups(prompt_lengths, n, max_tokens, turns)
-    scheduler = Scheduler(groups, PageAllocator(pages, page_size), batch, prefill)
+    scheduler = Scheduler(PageAllocator(pages, page_size), batch, prefill)
+    for group in groups:
+        scheduler.add(group)
     return Simulation(scheduler, **kwargs)
 
 

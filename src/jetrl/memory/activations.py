@@ -52,10 +52,8 @@ class PlannedMicroBatch:
 class WGradBytes:
     """The bytes of WGrad products at three moments of a backward.
 
-    Attributes:
-        in_head: At lm_head.
-        in_layer: At the last MLP, whose first product counts with the layer.
-        at_end: When embedding rows are added; on several GPUs with the products of the first layer.
+    These are lm_head; the last MLP, whose first product counts with the layer; and the end, when
+    embedding rows are added, on several GPUs in addition to the products of the first layer.
     """
 
     in_head: int

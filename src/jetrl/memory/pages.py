@@ -25,6 +25,16 @@ def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
     return max(0, free - (left // 2 if again else left) - staged)
 
 
+def gpu_pages(free: int, staged: int, page: int, needed: int, again: bool = False) -> int:
+    """Return the pages of `page` bytes that fit on a GPU (see `gpu_pages_room`).
+
+    The `needed` pages of one sequence go before contexts.
+    """
+    next_to_contexts = gpu_pages_room(free, staged, again) // page
+    without_contexts = gpu_pages_room(free, 0, again) // page
+    return max(next_to_contexts, min(needed, without_contexts))
+
+
 # Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
 GPU_ARCHIVE, CPU_ARCHIVE = 2**22, 2**18
 MOST_ROWS = 1024  # Rows of a forward at most, if they are chosen.

@@ -25,7 +25,7 @@ from jetrl.errors import named
 from jetrl.kernels.adamw import state_bytes
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
-from jetrl.memory.pages import gpu_pages_room, most_contexts, most_rows, text_bytes
+from jetrl.memory.pages import gpu_pages, most_contexts, most_rows, text_bytes
 from jetrl.models import hf
 from jetrl.models.adapter import LoRA, adapter_names
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
@@ -181,13 +181,9 @@ class PlannedRun:
 class MemoryPlan:
     """The memory of a run; on several GPUs, of the GPU that needs the most.
 
-    Args:
-        free: Bytes free before loading, which limit the KV pages; None for no limit.
-        tokens: Tokens per micro-batch.
-
-    Attributes:
-        micro_batch: The largest micro-batch.
-        reserve: Bytes of a GPU that must stay free, for memory that no row counts.
+    `free` bytes before loading limit the KV pages; None for no limit. Micro-batches have up to
+    `tokens` tokens; `micro_batch` is the largest of the run. `reserve` bytes of a GPU must stay
+    free, for memory that no row counts.
     """
 
     def __init__(self, run: PlannedRun, free: int | None, tokens: int) -> None:
@@ -305,8 +301,8 @@ class MemoryPlan:
         pages = rollout.num_pages or needed * load.sequences
         if free is not None and rollout.num_pages is None:
             left = max(0, free - self.at("rollout"))
-            room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
-            pages = max(needed, min(pages, room // page))
+            staged = contexts * staged_bytes_per_token(config, sampler)
+            pages = max(needed, min(pages, gpu_pages(left, staged, page, needed)))
         self._add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
         self._add_decode()
         # Without enough pages, sequences are preempted and later prefilled again.

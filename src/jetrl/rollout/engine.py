@@ -480,7 +480,7 @@ class RolloutEngine:
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         now = self.sizes.now
         self._running = Generation(
-            scheduler=Scheduler([], allocator, now.max_batch_size, now.max_prefill_tokens),
+            scheduler=Scheduler(allocator, now.max_batch_size, now.max_prefill_tokens),
             prefill=Prefill(self.policy, cache),
             decode=self._pool.decode_batch(),
             drafts=self._pool.speculation,

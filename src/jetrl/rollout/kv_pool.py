@@ -12,7 +12,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.memory.cpu import available_bytes
-from jetrl.memory.pages import gpu_pages_room, most_contexts
+from jetrl.memory.pages import gpu_pages, most_contexts
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode import DecodeBatch
@@ -79,10 +79,11 @@ class KVPool:
             num_pages = self._cache.num_pages
         else:
             self.drop()  # frees memory for the new cache
+            free = self._free_bytes()
             if self.policy.device.type == "cuda":
-                affordable = self._gpu_pages(staged, needed)
+                affordable = gpu_pages(free, staged, self._page_bytes, needed)
             else:
-                affordable = int(_CPU_MEMORY_SHARE * self._free_bytes()) // self._page_bytes
+                affordable = int(_CPU_MEMORY_SHARE * free) // self._page_bytes
             affordable = min(affordable, limit or sys.maxsize)
             self._all_memory = affordable < num_pages
             num_pages = min(num_pages, affordable)
@@ -136,7 +137,10 @@ class KVPool:
         """Return True if a call can use the current cache."""
         if cache.num_pages < (needed if self._all_memory else useful):
             return False
-        return cache.ready or cache.num_pages <= self._gpu_pages(staged, needed, again=True)
+        if cache.ready:
+            return True
+        free = self._free_bytes()
+        return cache.num_pages <= gpu_pages(free, staged, self._page_bytes, needed, again=True)
 
     def _ready_cache(self, pages: int) -> PagedCache:
         """Return a new cache, or the current one with its memory mapped again."""
@@ -167,13 +171,6 @@ class KVPool:
             free / 2**30,
         )
         return cache
-
-    def _gpu_pages(self, staged: int, needed: int, again: bool = False) -> int:
-        """Return the pages that fit on the GPU; pages of one sequence go before contexts."""
-        free = self._free_bytes()
-        next_to_contexts = gpu_pages_room(free, staged, again) // self._page_bytes
-        without_contexts = gpu_pages_room(free, 0, again) // self._page_bytes
-        return max(next_to_contexts, min(needed, without_contexts))
 
     def _free_bytes(self) -> int:
         """Return the free bytes of the device, or all bytes of the machine if unknown."""

@@ -99,17 +99,13 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """The scheduler of the sequences that run together, given as the samples of each prompt.
+    """The scheduler of the sequences that run together; `add` takes the samples of a prompt.
 
     Indices count up through all groups; each sequence fits into the allocator's pages by itself.
     """
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[RunningSequence]],
-        allocator: PageAllocator,
-        max_batch_size: int,
-        max_prefill_tokens: int,
+        self, allocator: PageAllocator, max_batch_size: int, max_prefill_tokens: int
     ) -> None:
         self.allocator = allocator
         self._pages = SequencePages(allocator)
@@ -132,8 +128,6 @@ class Scheduler:
         self._ended: list[int] = []
         # Steps over prompts whose draws have not arrived.
         self._prompts_pending = 0
-        for group in groups:
-            self.add(group)
 
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Let the samples of another prompt wait for their turn, as the youngest sequences."""

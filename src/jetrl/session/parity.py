@@ -219,7 +219,8 @@ def _replay(
         0, PromptInputs(tuple(prompt)), 0, StopRules(len(completion)), params=params
     )
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
-    scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
+    scheduler = Scheduler(allocator, 1, len(prompt))
+    scheduler.add([sequence])
     cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)
     prefill = Prefill(policy, cache)
     decode = DecodeBatch(policy, cache, 1, len(prompt) + len(completion))
