@@ -28,6 +28,7 @@ from jetrl.models.peft import is_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.directory import RunDirectory
 from jetrl.session.evaluate import evaluate_model
 from jetrl.settings.loading import Settings, load_config
@@ -120,16 +121,12 @@ def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEv
     )
     with Scorer.from_settings(settings.task) as scorer:
         result = evaluate_model(
-            policy,
+            RolloutEngine(policy, max_batch_size=MOST_AT_ONCE),
             task,
             scorer,
-            params,
-            split=settings.task.eval_split,
-            num_prompts=request.prompts,
-            threshold=settings.eval.threshold,
-            system_prompt=settings.task.system_prompt,
-            max_turns=settings.task.max_turns,
-            max_batch_size=MOST_AT_ONCE,
+            section=settings.task,
+            own=settings.eval.model_copy(update={"prompts": request.prompts}),
+            params=params,
         )
     return FinalEvaluation(
         preset=policy.plan.name,

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     sizes: list[int] = []
     policy: Policy | None = None
     from jetrl.cli.opening import find_model
+    from jetrl.rollout.engine import RolloutEngine
     from jetrl.session.evaluate import evaluate_model
     from jetrl.tasks import read_prompts
 
@@ -84,15 +85,12 @@ def run(args: argparse.Namespace) -> int:
             sizes.append(len(prompts))
             _say_which_prompts(args, location, own, task, prompts)
             results[task.label if not args.task else own.task.name] = evaluate_model(
-                policy,
+                RolloutEngine(policy),
                 task,
                 scorer,
+                section=own.task,
+                own=own.eval,
                 params=own.params,
-                split=own.task.eval_split,
-                num_prompts=own.eval.prompts,
-                threshold=own.eval.threshold,
-                system_prompt=own.task.system_prompt,
-                max_turns=own.task.max_turns,
             )
     samples = sets[0].params.n
     if args.json:

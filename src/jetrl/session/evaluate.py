@@ -12,9 +12,9 @@ import numpy as np
 
 from jetrl.distributed.agreement import ending_together
 from jetrl.errors import RunStopped
-from jetrl.models.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
+from jetrl.settings.sections import EvalSettings, TaskSettings
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Sample, SamplingParams
 
@@ -189,28 +189,28 @@ def _pass_at_k(solved: Sequence[tuple[int, int]], k: int) -> float:
 
 
 def evaluate_model(
-    policy: Policy,
+    engine: RolloutEngine,
     task: Task,
     scorer: Scorer,
+    section: TaskSettings,
+    own: EvalSettings,
     params: SamplingParams,
-    split: str = "test",
-    num_prompts: int = 0,
-    threshold: float = 1.0,
-    system_prompt: str | None = None,
-    max_turns: int | None = None,
-    max_batch_size: int = 256,
 ) -> Evaluation:
-    """Evaluate a policy on the first `num_prompts` prompts of a task's split (0: all).
-
-    Completions have at most `max_turns` turns; None: the task's limit.
-    """
-    encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
-    turns = turns_of(task, max_turns)
-    engine = RolloutEngine(policy, max_batch_size=max_batch_size)
-    result = evaluate(engine, scorer, encoded, params, threshold, turns)
+    """Evaluate the engine's policy on the first `own.prompts` eval prompts of a task (0: all)."""
+    prompts = encode_prompts(
+        engine.policy, task, section.eval_split, own.prompts, section.system_prompt
+    )
+    result = evaluate(
+        engine,
+        scorer,
+        prompts,
+        params,
+        threshold=own.threshold,
+        max_turns=turns_of(task, section.max_turns),
+    )
     # maj@k needs comparable answers, which few tasks have.
     votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
     if not any(vote is not None for vote in votes):
         return result
-    majorities = _majorities(result.samples, votes, params.n, threshold)
+    majorities = _majorities(result.samples, votes, params.n, own.threshold)
     return dataclasses.replace(result, maj_at_k=majorities)
