@@ -65,9 +65,10 @@ def test_a_terminal_has_colors_and_model_text_cannot_drive_it(synthetic, mismatc
     assert "\\x1b[31mred" in text
 
 
-def test_a_long_phase_reports_every_half_minute_when_plain(capsys):
+def test_a_long_phase_reports_every_half_minute_when_plain(capsys, monkeypatch):
     now = [0.0]
-    with contextlib.closing(Console(4, clock=lambda: now[0])) as console:
+    monkeypatch.setattr("jetrl.runs.console.monotonic", lambda: now[0])
+    with contextlib.closing(Console(4)) as console:
         console.phase("rollout")
         for done in range(1, 8):
             now[0] += 10

@@ -12,8 +12,8 @@ import functools
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic
 from typing import IO
 
 import rich.console
@@ -67,13 +67,12 @@ class Console:
         samples_every: int = 10,
         lines_every: int = 1,
         file: IO[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._first, self._last = total_steps, first_step, first_step
         self._title, self._samples_every, self._lines_every = title, samples_every, lines_every
         self._file = file if file is not None else sys.stdout
-        self._clock, self._began, self._elapsed_before = clock, clock(), elapsed_s
-        self._phase, self._phase_began, self._last_plain = "", clock(), clock()
+        self._began, self._elapsed_before = monotonic(), elapsed_s
+        self._phase, self._phase_began, self._last_plain = "", self._began, self._began
         self._rich = rich.console.Console(file=file, highlight=False)
         self.interactive = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._bar: Progress | None = None
@@ -94,7 +93,7 @@ class Console:
             self._bar.start()
 
     def phase(self, name: str) -> None:
-        self._phase, self._phase_began = name, self._clock()
+        self._phase, self._phase_began = name, monotonic()
         self._last_plain = self._phase_began
         if self._bar is not None:
             self._bar.update(self._task, phase=name)
@@ -115,7 +114,7 @@ class Console:
             text += f", {100 * pages[0] / pages[1]:.0f}% of the KV pages"
         if eta_s is not None:
             text += f", about {duration(eta_s)} left"
-        now = self._clock()
+        now = monotonic()
         if self._bar is not None:
             self._bar.update(self._task, phase=text)
         elif now - self._last_plain >= PLAIN_PROGRESS_S:
@@ -166,7 +165,7 @@ class Console:
             self._bar = None
 
     def _time_text(self) -> str:
-        elapsed = self._clock() - self._began
+        elapsed = monotonic() - self._began
         text = duration(elapsed + self._elapsed_before)
         num_steps = self._last - self._first
         if num_steps > 0 and self._last < self._total:
