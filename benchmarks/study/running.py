@@ -29,7 +29,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import RunLock, run_state
 from jetrl.runs.directory import settings_that_differ
 from jetrl.runs.format import clip
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.tasks import build_task
 
 

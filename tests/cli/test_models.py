@@ -18,7 +18,7 @@ import torch
 from tests.e2e.small import before_call
 
 from jetrl import loop, precision, train
-from jetrl.cli import doctor
+from jetrl.cli import doctor, run_checks
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
@@ -389,8 +389,8 @@ def test_low_disk_and_missing_packages_are_named(
 ) -> None:
     missing = doctor._check_package("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
-    monkeypatch.setattr(doctor, "LOW_DISK_GIB", 1e9)
-    assert doctor._check_disk(tmp_path).status == "WARN"
+    monkeypatch.setattr(run_checks, "LOW_DISK_GIB", 1e9)
+    assert run_checks.check_disk(tmp_path).status == "WARN"
     for version, status in (("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "--")):
         monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
         assert doctor._check_triton().status == status

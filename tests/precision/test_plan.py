@@ -16,7 +16,7 @@ from jetrl.precision import PrecisionPlan, QTensor, quantize
 from jetrl.precision.formats import BF16, FP8, NVFP4, key_and_value_formats
 from jetrl.precision.plan import plan_table
 from jetrl.settings.loading import load_config
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jetrl.cli.doctor import run_checks
 from jetrl.cli.main import main
+from jetrl.cli.run_checks import run_checks
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory, check_start
 from jetrl.runs.format import count, duration, number, percent, visible

@@ -20,8 +20,7 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings, load_config
-from jetrl.settings.model_sections import AdapterSettings
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import AdapterSettings, PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.checkpoint_files import check_intact, masters_of, state_of

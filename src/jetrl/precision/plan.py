@@ -36,7 +36,7 @@ from jetrl.precision.formats import (
     number_format,
 )
 from jetrl.settings import presets
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.settings.section import NonNegative
 
 

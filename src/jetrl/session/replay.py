@@ -23,7 +23,7 @@ from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
 from jetrl.settings.loading import Settings, load_config, to_toml
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.training import checkpoint_files as files
 
 # Settings that a replay disables or needs.

@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.messages import explain
-from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.settings.presets import PRESETS, codes_alike
 from jetrl.settings.section import (
     COMMAS,
