@@ -119,6 +119,6 @@ def ending(error: BaseException) -> tuple[str, int]:
         return "terminated", Terminated.exit_code
     if isinstance(error, OSError) and is_of_disk(error):
         where = f"{error.filename}: " if error.filename else ""
-        words = f"stopped: {where}{error.strerror}. What was written before is whole; make room"
+        words = f"stopped: {where}{error.strerror}. Earlier data is intact; free some space"
         return f"{words} and start the command again", StorageError.exit_code
     return "".join(traceback.format_exception(error)).rstrip(), 1

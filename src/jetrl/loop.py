@@ -29,28 +29,28 @@ def train(
     task: Any = None,
     **sections: Any,
 ) -> RunResult:
-    """Run reinforcement learning to its end, `loop.steps`, or resume it from its last checkpoint.
+    """Train with reinforcement learning for `loop.steps` steps, or resume from the last checkpoint.
 
         train("mine.toml")
         train(model="Qwen/Qwen3-1.7B", rewards=[f, g], data="rows.jsonl", train={"lr": 2e-6})
 
-    In a script that torchrun started as several ranks, the ranks are joined, and an error ends all
+    In a script that torchrun started as several ranks, this joins the ranks, and an error ends all
     of them with its exit code instead of being raised.
 
     Args:
         settings: Settings, or a recipe: a file, or a packaged one by name.
         model: The model's directory or hub name.
-        data: Rows (dicts), or their file, folder or name.
-        rewards: Functions (session/from_python.py), or names of checkers, such as "math".
-        reward_weights: A factor for each of them; default: 1 each.
+        data: Rows (dicts), or a file, folder or dataset name.
+        rewards: Functions (session/from_python.py), or names of verifiers, such as "math".
+        reward_weights: Weight of each reward; default: 1.
         task: A task's name, class or instance, in place of data and rewards.
-        sections: Other settings; a dict for `model`, `data` or `task` is that section too.
+        sections: Other settings, by section; a dict for `model`, `data` or `task` is that section.
 
     Raises:
-        UserError: Settings, data or a model that cannot be used, before anything is trained.
-        RunStopped: The run ended itself; its report says why. MismatchError is one of these.
+        UserError: The settings, data or model cannot be used; raised before training.
+        RunStopped: The run stopped itself, for example with a MismatchError; its report says why.
         KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM; checkpoint and report are written. A second
-            signal ends the run at once, with the last checkpoint good.
+            signal exits immediately; the last checkpoint is intact.
     """
     own = {"model": model, "data": data, "rewards": rewards, "task": task}
     settings = settings_of(settings, **own, reward_weights=reward_weights, **sections)
@@ -69,7 +69,7 @@ def train(
 
 
 def sft(settings: Settings, out: str | Path | None = None, resume: bool = False) -> RunResult:
-    """Train on the task's worked answers (`sft.steps`) and write the model.
+    """Train on the task's demonstrations (`sft.steps`) and write the model.
 
     Raises the errors of `train`. The model is also written to `out`, if given.
     """

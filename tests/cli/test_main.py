@@ -27,7 +27,7 @@ from jetrl.settings.loading import describe
 PROGRAM = [sys.executable, "-m", "jetrl"]
 DISK = (errno.ENOSPC, errno.EROFS)
 NO_FOLDER = "No usable temporary directory found in ['/tmp']"
-MAKE_ROOM = "What was written before is whole; make room and start the command again\n"
+MAKE_ROOM = "Earlier data is intact; free some space and start the command again\n"
 
 
 def test_help_has_examples_and_imports_no_heavy_package() -> None:

@@ -18,7 +18,7 @@ import torch
 from tests.e2e.small import before_call
 
 from jetrl import loop, precision, train
-from jetrl.cli import doctor, run_checks
+from jetrl.cli import doctor, opening, run_checks
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
@@ -171,7 +171,7 @@ def test_parity_is_exact_under_unified_and_not_under_mixed(
     assert unified["located"] == "nothing differs"
     done = jetrl(*words, "--plan", "mixed")
     mixed = json.loads(done.out)
-    assert done.code == 0  # `mixed` promises nothing
+    assert done.code == 0  # `mixed` is not exact
     assert min(mixed["different"], mixed["mean_abs"]) > 0
     assert "layers.0.qkv" in mixed["located"]
 
@@ -318,7 +318,7 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
         shutil.rmtree(checkpoint)
         Checkpoints(run / "checkpoints").save(4, policy, optimizer, {})
 
-    before_call(Checkpoints, "check", 1, newer, monkeypatch.setattr)
+    before_call(opening, "check_intact", 1, newer, monkeypatch.setattr)
     assert open_policy(run, None, "auto").plan.name == "unified"
     (run / "checkpoints" / "step_000004" / "masters.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):

@@ -53,7 +53,7 @@ REWARD_0 = "warning: 8 completions: every completion got the reward 0"
     "body, messages",
     [
         ("Score(0.0, {'answered': 0.0})", [REWARD_0, "in the expected form: look at them above"]),
-        ("float(completion[:1] or 0)", ["could not be judged: score raised ValueError"]),
+        ("float(completion[:1] or 0)", ["could not be scored: score raised ValueError"]),
     ],
 )
 def test_what_teaches_nothing_is_warned_of(

@@ -181,7 +181,7 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     at_a_desk = jetrl(*words, *shape, "run.device=auto")
     assert "# memory plan of a GPU with 80 GiB (this machine has none" in at_a_desk.out
     assert "# memory plan\n" in jetrl(*words, "run.device=auto").out, "tiny: for this CPU"
-    faster = "# precision.preset=bf16 updates a model"
+    faster = "# precision.preset=bf16 trains a model"
     assert [faster in done.out for done in (one, four)] == [False, True]
     for other in ("precision.preset=bf16", "model.config.num_hidden_layers=9"):
         assert faster not in jetrl(*words, *shape, other, "--gpus=4").out

@@ -26,7 +26,7 @@ from jetrl.session import ranks
         (["demo", "demo", "nowhere.toml"], r"rank 2: .*nowhere\.toml"),
         (["demo train.lr=1e-3", "demo train.lr=2e-3"], "on rank 1 and "),
         (["demo run.device=cuda"] * 2, "2 processes and 0 GPUs"),
-        (["demo precision.preset=fp32"] * 2, "precision.preset = fp32 and 2 processes"),
+        (["demo precision.preset=fp32"] * 2, "precision.preset = fp32 cannot use 2 processes"),
     ],
 )
 def test_runs_that_cannot_begin_are_refused_once(

@@ -114,7 +114,7 @@ def test_a_record_of_the_user_decides_what_is_sampled(tmp_path: Path) -> None:
     file.write_text(RECORD.format(again=True, compares=True))
     lines = run(tmp_path, name, "loop.steps=1", "algorithm.dynamic_sampling_rounds=2")
     assert "dynamic_sampling/rounds" in lines[-1]
-    with pytest.raises(UserError, match="dynamic sampling draws prompts again"):
+    with pytest.raises(UserError, match="dynamic sampling replaces prompts"):
         run(tmp_path / "partial", name, "rollout.oversample=0.5")
     with pytest.raises(UserError, match=r"mine\.py:mine compares the completions of one prompt"):
         run(tmp_path / "one", name, "rollout.samples_per_prompt=1")

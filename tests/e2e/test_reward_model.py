@@ -70,7 +70,7 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.Monkey
     assert train_it("cut", "--resume", "sft.steps=6", "report.enabled=true") == 0
     page = (resumed / "report.html").read_text()
     assert "6 supervised updates" in page
-    assert "Pairs in the right order" in page
+    assert "Pairs ranked correctly" in page
 
 
 def test_a_nan_that_adamw_makes_is_not_written(
@@ -128,7 +128,7 @@ def test_a_dry_run_says_what_is_odd_of_pairs(tmp_path: Path, capsys: pytest.Capt
     "body, message",
     [
         ("('1', '1' * (5000 if prompt.id == '7' else 1))", "prompt '7' and its completion"),
-        ("'12'", "its preference is not two texts"),
+        ("'12'", "its preference is not a pair"),
     ],
 )
 def test_every_pair_is_looked_at_before_the_run_directory(

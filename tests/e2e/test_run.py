@@ -117,7 +117,7 @@ def test_what_a_run_cannot_go_on_with_is_refused(
     assert is_as_uncut(train(settings(runs, "sft.lr=1"), resume=True), uncut)
     said = capsys.readouterr().out
     assert "Nothing to do: all 4 steps are done. To train longer, raise loop.steps." in said
-    assert "changes of [sft] have no effect" in said
+    assert "changes to [sft] have no effect" in said
     with pytest.raises(UserError, match=r"'run' is in use.*--resume"):
         train(settings(runs))
     # The policy as the warm-up left it is not there any more.

@@ -136,4 +136,4 @@ def test_a_sampler_with_a_stale_layer_is_warned_of() -> None:
     assert quiet == []
     assert max(apart) > 10 * max(healthy)
     (text,) = warnings
-    assert "reads old weights" in text
+    assert "stale or wrong weights" in text

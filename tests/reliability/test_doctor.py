@@ -129,7 +129,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_forgotten(
     before = (run / "metrics.jsonl").read_bytes()
     words = ["train", "demo", f"run.dir={run.parent}", "run.name=run", "--resume"]
     assert jetrl([*words, "checkpoint.every=50"]) == 2
-    assert "where there has been one: put it back" in capsys.readouterr().err
+    assert "but the run had one: restore it" in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_bytes() == before
     assert len(list((run / "rollouts").iterdir())) == 3
     code, text = doctor()

@@ -91,7 +91,7 @@ def test_torchrun_starts_a_lost_run_again_where_it_was(tmp_path: Path) -> None:
     assert console.count("step 3/3") == console.count("sample from it: ") == 1
     assert "step 3/3" not in other
     assert console.count("rank 1 is gone") == 1
-    assert console.count("resumed after") + console.count("the run begins anew") == 1
+    assert console.count("resumed after") + console.count("the run starts over") == 1
     attempts = (tmp_path / "again" / "attempts.jsonl").read_text().splitlines()
     assert len(attempts) == 4
     assert json.loads(attempts[-1])["state"] == "finished"
@@ -101,7 +101,7 @@ def test_a_restart_does_not_go_on_with_a_run_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jetrl.errors import Terminated, TimeLimitReached
-    from jetrl.session.ranks import goes_on
+    from jetrl.session.ranks import is_restart
     from jetrl.settings.loading import load_config
 
     settings = load_config("demo", [f"run.dir={tmp_path}", "run.name=old"])
@@ -116,16 +116,16 @@ def test_a_restart_does_not_go_on_with_a_run_of_before(
         (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     began(4e9)
-    assert not goes_on(settings)
+    assert not is_restart(settings)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert goes_on(settings)
+    assert is_restart(settings)
     began(1e6)
-    assert not goes_on(settings)
+    assert not is_restart(settings)
     began(4e9, state="interrupted", reason="SIGTERM")
     with pytest.raises(Terminated):
-        goes_on(settings)
+        is_restart(settings)
     began(4e9, state="stopped", reason="run.max_hours = 1: 0 s are left")
-    with pytest.raises(TimeLimitReached, match="go on with --resume"):
-        goes_on(settings)
+    with pytest.raises(TimeLimitReached, match="continue with --resume"):
+        is_restart(settings)
     began(4e9, state="stopped", reason="rank 1 is gone")
-    assert goes_on(settings)
+    assert is_restart(settings)

@@ -198,7 +198,7 @@ def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
 
 def test_the_time_limit_in_the_warm_up(small: Small, tmp_path: Path) -> None:
     warm = ["sft.steps=9", "sft.until=none", "loop.steps=1", "run.max_hours=1e-9"]
-    with pytest.raises(TimeLimitReached, match="go on with --resume"):
+    with pytest.raises(TimeLimitReached, match="continue with --resume"):
         train(small(*warm))
     checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints" / "sft")
     assert checkpoints.steps() == [1]

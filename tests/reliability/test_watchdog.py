@@ -116,7 +116,7 @@ def test_where_the_system_gives_no_timer_the_run_begins_all_the_same(
 
     monkeypatch.setattr(ExitTimer, "__init__", none_left)
     path = train(small("loop.steps=1")).run_path
-    assert "would end with code 1: [Errno 11]" in (path / "log.txt").read_text()
+    assert "would exit with code 1: [Errno 11]" in (path / "log.txt").read_text()
     assert not (path / "hang.txt").exists(), "a quiet run leaves no file"
     status = read_status(path)
     assert (status.phase, status.step) == ("", 1)

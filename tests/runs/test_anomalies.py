@@ -87,7 +87,7 @@ MIXED = {Z: -40.0, "mismatch/num_different": 3}
             23,
             ["nats apart", "was 0.0006"],
         ),
-        ([step() | {K3: 0.0445}] * 9, 0, ["0.0445 nats apart", "reads old weights", "--locate"]),
+        ([step() | {K3: 0.0445}] * 9, 0, ["0.0445 nats apart", "stale or wrong", "--locate"]),
         ([*[step() | {K3: 0.001}] * 20, *[step() | {K3: 0.0085}] * 9], 23, ["it was 0.001"]),
         (
             [*[step() | {REF: 0.02}] * 20, *[step() | {REF: 8.0}] * 9],

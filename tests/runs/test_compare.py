@@ -76,5 +76,5 @@ def test_settings_that_differ_are_a_row_each(make_run) -> None:
     assert dict(found.runs[1].settings) == {"run.seed": (0, 7)}
     rows = {row[0]: row[1:] for row in comparison_rows(found)}
     assert rows["run.seed"] == ("0", "7", "0")
-    with pytest.raises(UserError, match="two runs or more"):
+    with pytest.raises(UserError, match="at least two runs"):
         compare_runs(runs[:1])

@@ -183,7 +183,7 @@ def test_a_file_system_without_locks_is_said_so(create, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(UserError, match=r"gives no lock \(Function not implemented\).*run.dir"):
+    with pytest.raises(UserError, match=r"support locks \(Function not implemented\).*run.dir"):
         create(resume=True)
 
 

@@ -135,5 +135,5 @@ def test_failing_tracker_is_logged_once_and_stops_nothing(fake_wandb, tmp_path, 
         trackers.log(2, {"reward/mean": 0.6})
         trackers.close(lambda: {}["lost"])
     (record,) = caplog.records
-    assert "tracker wandb could not take the metrics of step 1" in record.getMessage()
+    assert "tracker wandb could not log the metrics of step 1" in record.getMessage()
     assert run.finished == 1, "a summary that fails still closes the tracker"

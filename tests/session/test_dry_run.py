@@ -40,7 +40,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("train_head and adapter.train_embeddings", LORA, "adapter.train_head=true"),
     ("adapter_config.json", LORA, "adapter.path={dir}/base"),
     ("error: reference.path: ", "reference.path={dir}/nowhere", "algorithm.kl=0.1"),
-    ("context of 17 tokens is shorter", "reference.path={dir}/short", "algorithm.kl=0.1"),
+    ("context of 17 tokens is too short", "reference.path={dir}/short", "algorithm.kl=0.1"),
     ("not the policy's", "reference.path={dir}/base", "algorithm.kl=0.1"),
     ("error: critic.path: ", "critic.path={dir}/nowhere", *PPO),
     ("Qwen3ForCausalLM has a head for tokens", "reward.model_path={dir}/base", JUDGED),
@@ -48,7 +48,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("num_pages = 1000000000", "rollout.num_pages=1000000000"),
     ("KV cache too small", "rollout.num_pages=1", "rollout.page_size=16"),
     ("use precision.preset=unified or jet", "rollout.oversample=0.5", "precision.preset=mixed"),
-    ("corrects nothing under the exact plan 'unified'", "algorithm.correction=tis"),
+    ("has no effect under the exact plan 'unified'", "algorithm.correction=tis"),
     ("nowhere.py", "algorithm.name=nowhere.py:loss"),
     ("nowhere.py", "task=nowhere.py:Own"),
     ("no such option", "task.options.nothing=1"),
@@ -152,7 +152,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
 
 
 OF_GPUS = [
-    ("fp32 and 2 processes", "precision.preset=fp32", "--gpus=2"),
+    ("fp32 cannot use 2 processes", "precision.preset=fp32", "--gpus=2"),
     (
         "below the number of ranks",
         "rollout.oversample=0.5",

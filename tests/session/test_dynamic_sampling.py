@@ -73,5 +73,5 @@ def test_completions_that_no_function_judged_are_left_out():
     evaluation = _results(samples, 3, threshold=1.0)
     assert evaluation.mean == 0.75
     assert evaluation.pass_at_k == {1: 0.75, 2: 1.0, 3: 1.0}  # of the two prompts that were judged
-    with pytest.raises(RunStopped, match="gave None for the evaluation's 3 completions"):
+    with pytest.raises(RunStopped, match="returned None for the evaluation's 3 completions"):
         _results(samples[6:], 3, threshold=1.0)

@@ -84,13 +84,13 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
         ({"data": 3}, r"data: not int; give rows \(dicts\) or a path"),
         (
             {"data": {"train": ROWS}, "rewards": right},
-            "data: a table of splits or columns; give one",
+            "data: a table of splits or columns; give the rows",
         ),
         ({"run": "mine"}, r"run is a section: write \[run\] .* \(in Python: give a dict\)"),
-        ({"task": 3}, "task: 3 is no Task; give its name, class or instance"),
-        ({"data": {1: "a"}.values()}, "row 0: 'a' is no dict of columns .of a DataFrame"),
-        ({"data": ["a"]}, "data, row 0: 'a' is no dict of columns"),
-        ({"rewards": [3], "data": ROWS}, "rewards: 3 is no function"),
+        ({"task": 3}, "task: 3 is not a Task; give its name, class or instance"),
+        ({"data": {1: "a"}.values()}, "row 0: 'a' is not a dict of columns .of a DataFrame"),
+        ({"data": ["a"]}, "data, row 0: 'a' is not a dict of columns"),
+        ({"rewards": [3], "data": ROWS}, "rewards: 3 is not a function"),
         ({"rewards": [right]}, "there is nothing to score; add data="),
         (
             {"learning_rate": 1},

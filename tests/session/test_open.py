@@ -157,11 +157,11 @@ def test_a_resumed_run_says_the_micro_batches_that_it_takes(
     with contextlib.suppress(ZeroDivisionError):
         train(load_config("demo", [*words, "loop.steps=2"]), resume=True)
     said = capsys.readouterr().out
-    assert "micro-batches of up to 4096 tokens, as before the run was cut" in said
-    assert "the memory plan is for 1024" in said
-    assert "no room" not in said
+    assert "micro-batches of up to 4096 tokens, as before the interruption" in said
+    assert "the memory plan has 1024" in said
+    assert "does not fit" not in said
     with Session(load_config("demo", [*words, "run.name=another"])):
-        assert "micro-batches of up to 1024 tokens: there is no room" in capsys.readouterr().out
+        assert "micro-batches of up to 1024 tokens: train.tokens_per" in capsys.readouterr().out
 
 
 def test_the_reference_is_never_of_an_attempt_before_the_first_step(

@@ -31,7 +31,7 @@ def test_the_state_comes_back_unless_a_prompt_is_gone() -> None:
     resumed.load_state(json.loads(json.dumps(STATE)))
     assert resumed.num_unfinished == 1
     assert json.loads(json.dumps(resumed.state())) == STATE
-    with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
+    with pytest.raises(UserError, match=r"prompt 'b'.* no longer has"):
         carrying("a").load_state(STATE)
     with pytest.raises(UserError, match=r"resume with rollout\.samples_per_prompt=1$"):
         carrying("b", samples_per_prompt=2).load_state(STATE)

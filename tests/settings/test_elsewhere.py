@@ -120,7 +120,7 @@ def test_settings_in_python_raise_user_errors(sections: dict, words: str) -> Non
         ("seq-mean-token-mean", "here it is sequence_mean"),
         ("seq-mean-token-sum", "here it is sequence_sum"),
         ("seq-mean-token-sum-norm", "here it is constant"),
-        ("token-sum", "it has no counterpart here"),
+        ("token-sum", "jetrl has no equivalent"),
     ],
 )
 def test_the_aggregations_of_verl_have_their_names_here(theirs: str, here: str) -> None:

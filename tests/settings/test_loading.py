@@ -164,9 +164,9 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
             ["train.updates_per_step=9", "rollout.prompts_per_step=8"],
             "train.updates_per_step = 9 needs as many prompts, but rollout.prompts_per_step = 8",
         ),
-        (["rollout.samples_per_prompt=1"], "take at least 2"),
+        (["rollout.samples_per_prompt=1"], "use at least 2"),
         (["rollout.temperature=0"], "makes all completions of a group equal"),
-        (["eval.temperature=1e-40"], "float32 has no room for logits divided by it"),
+        (["eval.temperature=1e-40"], "logits divided by it do not fit in float32"),
         (["rollout.num_pages=16", "rollout.max_tokens=1024"], "at least 17 pages"),
         (
             ["model.config={max_position_embeddings = 64}", "rollout.max_tokens=64"],
@@ -174,7 +174,7 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
         ),
         (
             ["data.batch=shuffle_r1", "algorithm.name=rloo", "algorithm.kl=0.1"],
-            "data.batch = shuffle_r1: rloo takes the KL from the rewards that it compares",
+            "data.batch = shuffle_r1: rloo subtracts the KL from the rewards that it compares",
         ),
         (
             ["algorithm.overlong_buffer=2000"],
@@ -341,7 +341,7 @@ def test_a_setting_that_nothing_reads_is_refused_by_name(override: str, needs: s
 
 def test_partial_rollouts_need_a_loss_that_bounds_old_tokens() -> None:
     found = message("algorithm.name=rloo", "rollout.oversample=0.5")
-    assert "rollout.oversample = 0.5: rloo weighs tokens of earlier policies by a ratio" in found
+    assert "rollout.oversample = 0.5: rloo has an unbounded importance ratio" in found
     for name in ("grpo", "gspo", "cispo"):
         load_config(None, [f"algorithm.name={name}", "rollout.oversample=0.5"])
 

@@ -102,7 +102,7 @@ def test_a_step_without_a_reward_stops_the_run_and_says_why(mine: Path) -> None:
     def nothing(completions):
         return [None] * len(completions)
 
-    with pytest.raises(RunStopped, match="every reward function gave None for all 32 compl"):
+    with pytest.raises(RunStopped, match="every reward function returned None for all 32 compl"):
         trained("nothing", nothing, steps=1)
 
     def broken(completions, prompts):

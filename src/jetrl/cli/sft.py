@@ -64,18 +64,18 @@ def run(args: argparse.Namespace) -> int:
     with on_ranks(args, settings, resume) as stopped:
         if args.task == "answers":
             return say_result(loop.sft(settings, out=args.out, resume=resume), settings)
-        print(_of_judge(args, settings, train_reward_model(settings, args.out, resume)))
+        print(_describe(args, settings, train_reward_model(settings, args.out, resume)))
         return 0
     return stopped[0]
 
 
-def _of_judge(args: argparse.Namespace, settings: Settings, judge: RewardResult) -> str:
-    model, report = args.out or str(judge.model_path), judge.run_path / "report.html"
+def _describe(args: argparse.Namespace, settings: Settings, result: RewardResult) -> str:
+    model, report = args.out or str(result.model_path), result.run_path / "report.html"
     rows = [
-        ("run", str(judge.run_path)),
+        ("run", str(result.run_path)),
         *([("report", str(report))] if settings.report.enabled else []),
         ("model", model),
-        ("eval accuracy", f"{judge.accuracy:.1%} of {judge.pairs} pairs in the right order"),
+        ("eval accuracy", f"{result.accuracy:.1%} of {result.pairs} pairs ranked correctly"),
     ]
     lines = [table(rows)]
     if settings.adapter.kind is not None:

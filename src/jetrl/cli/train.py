@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 RUNS_ON_RANKS = True
 _GIB_OF_CUDA = 1.25  # nominal GPU memory taken by the driver and a CUDA context
-_MEANING = 58  # column where the meaning of a setting starts
+_MEANING = 58  # start column of the meaning of a setting
 _MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # limits of the message about unused recipe settings
 _LEFT = ("run", "report", "checkpoint", "model")  # outputs of a run
-_FIRST = ("task.name", "model.path")  # shown first: most telling about another recipe
+_FIRST = ("task.name", "model.path")  # shown first: they identify a recipe best
 _USUAL_GIB = 80  # GPU memory if a dry run plans for a GPU that is not here
 _NOTHING_NAMED = """\
 no recipe and no settings. For example:
@@ -188,7 +188,7 @@ def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
         from jetrl.session import ranks
 
         settings = recipe_settings(args.words)
-        resume = ranks.goes_on(settings)
+        resume = ranks.is_restart(settings)
         if not resume:
             return settings, resume
     return recipe_settings(args.words, resume), resume
@@ -213,7 +213,7 @@ def on_ranks(args: argparse.Namespace, settings: Settings, resume: bool) -> Iter
         else:
             yield stopped
     except (KeyboardInterrupt, Terminated) as end:
-        stopped.append(_say_how_to_go_on(end, args, settings))
+        stopped.append(_say_how_to_resume(end, args, settings))
 
 
 def _say_time(words: Sequence[str]) -> None:
@@ -265,7 +265,7 @@ def say_result(result: RunResult, settings: Settings) -> int:
     return TimeLimitReached.exit_code if result.stopped else 0
 
 
-def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Settings) -> int:
+def _say_how_to_resume(end: BaseException, args: argparse.Namespace, settings: Settings) -> int:
     """Print the report path and the resume command; return the exit code."""
     task = getattr(args, "task", None)  # None: of `train`
     options = ["--task", "reward"] if task == "reward" else []

@@ -2,15 +2,15 @@
 
 `Learning` checks rewards, groups and answers over STEPS steps; a run that learns never triggers it.
 `Anomalies` compares metrics with earlier steps, so nothing needs tuning per model. Fixed bounds:
-sampling/surprise_z, which chance exceeds in less than 1 of 130,000 steps, and means of
-mismatch/k3_kl and policy/kl_ref over the RECENT newest steps. A mismatch of APART nats is beyond
-every run of the studies under `mixed`; it also counts from LEAST_APART on if each of the RECENT
-newest steps has APART_RATIO times the median before, which no run of the studies had.
+sampling/surprise_z, exceeded by chance in fewer than 1 of 130,000 steps, and the means of
+mismatch/k3_kl and policy/kl_ref over the RECENT newest steps. No study run under `mixed` reached a
+mismatch of APART nats. A mismatch above LEAST_APART also counts if each of the RECENT newest steps
+has APART_RATIO times the earlier median, which no study run had.
 
 A spike is SPIKE robust standard deviations (1.4826 times the median absolute deviation) from the
 median of the last WINDOW steps, and much larger than it. Entropy of the RECENT newest steps is
-compared with the older half of the window, and only if the reward did not rise: a policy that has
-learned its task is rightly certain. A reward collapses if the mean of the RECENT newest steps is
+compared with the older half of the window, and only if the reward did not rise: low entropy is
+normal once a task is learned. A reward collapses if the mean of the RECENT newest steps is
 below half the median before, by more than the noise of single steps.
 """
 
@@ -119,7 +119,7 @@ SPIKE_RATIO = 8.0  # ratio to the median gradient norm, whose tail is long with 
 SPIKE_LOSS = 0.1  # policy losses average advantages of size 1, so ignore smaller jumps
 COLLAPSED, EXPLODED = 0.25, 2.0  # fractions of the previous entropy
 EXPLOSION_NATS = 0.5
-SAME_REWARD = 0.05  # fraction of the reward range in the window; smaller changes are no rise
+SAME_REWARD = 0.05  # fraction of the reward range in the window; smaller changes are not a rise
 LEFT_REWARD = 0.5  # fraction of the previous reward; below is a collapse
 REWARD_NOISE = 3.0  # standard deviations of single steps
 SURPRISE = 5.0  # threshold of sampling/surprise_z
@@ -180,8 +180,8 @@ class Anomalies(Watch):
         went = f"from {number(old)} to {number(new)} nats in {WINDOW} steps without a higher reward"
         if new < COLLAPSED * old:
             return (
-                f"entropy collapses, {went}: the samples of a group become alike and teach "
-                "nothing; lower train.lr, raise algorithm.clip_high, or return to a checkpoint"
+                f"entropy collapses, {went}: the samples of a group become equal and give no "
+                "signal; lower train.lr, raise algorithm.clip_high, or return to a checkpoint"
             )
         if new > EXPLODED * old and new - old > EXPLOSION_NATS:
             return (
@@ -212,9 +212,9 @@ class Anomalies(Watch):
         was = f"; it was {number(usual)}" if grew else ""
         return (
             f"sampler and trainer are {number(mean(recent))} nats apart (mismatch/k3_kl, mean of "
-            f"{len(recent)} steps{was}): perhaps the sampler reads old weights, or other ones. "
-            "Under an exact plan such a step stops: run one with precision.preset=int8 or unified, "
-            "and `jetrl parity MODEL --locate` names the operation"
+            f"{len(recent)} steps{was}): the sampler may have stale or wrong weights. To "
+            "find out, run a step with precision.preset=int8 or unified, which stops at the first "
+            "mismatch; `jetrl parity MODEL --locate` names the operation"
         )
 
     def _reference(self, metrics: Mapping[str, float]) -> str:
@@ -224,7 +224,7 @@ class Anomalies(Watch):
             return ""
         return (
             f"the policy is {number(mean(recent))} nats per token from its reference "
-            f"(policy/kl_ref, mean of {len(recent)} steps): it has left it; raise algorithm.kl, "
+            f"(policy/kl_ref, mean of {len(recent)} steps), which is far; raise algorithm.kl, "
             "lower train.lr, or return to a checkpoint"
         )
 
@@ -243,7 +243,7 @@ def _surprise(metrics: Mapping[str, float]) -> str:
             "run a step with precision.preset=unified"
         )
     return (
-        f"the drawn tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "
+        f"the sampled tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "
         f"allows, by {number(abs(z))} standard deviations (sampling/surprise_z): {cause}"
     )
 

@@ -101,9 +101,9 @@ class RunLock:
         except OSError as error:
             self._file.close()
             raise UserError(
-                f"run {path.name}: the file system of {path} gives no lock ({error.strerror}) to "
-                "protect the run from a second process: set run.dir to a folder on another file "
-                "system, or have this one mounted with locks (Lustre: -o flock)"
+                f"run {path.name}: the file system of {path} does not support locks "
+                f"({error.strerror}), which keep a second process from writing: set run.dir to a "
+                "folder on another file system, or mount this one with locks (Lustre: -o flock)"
             ) from None
         self._file.close()
         what = f"run {path.name}: another process is writing {path}"

@@ -170,7 +170,7 @@ class Console:
         num_steps = self._last - self._first
         if num_steps > 0 and self._last < self._total:
             left = elapsed / num_steps * (self._total - self._last)
-            text += f" gone, {duration(left)} left"
+            text += f" elapsed, {duration(left)} left"
         return text
 
     def _print(self, pieces: Sequence[Piece]) -> None:
@@ -189,7 +189,7 @@ class Console:
         try:
             yield
         except OSError as error:
-            logger.warning("cannot write to the console any more (%s)", error.strerror)
+            logger.warning("cannot write to the console anymore (%s)", error.strerror)
             drop_output(self._file.fileno())
 
 

@@ -88,7 +88,7 @@ class RunDirectory:
 
     def had_checkpoint(self) -> bool:
         """Return whether a checkpoint was written, even if it is gone."""
-        # Older versions have left no such file; what has finished steps had a checkpoint.
+        # Older versions wrote no such file, but a finished run had a checkpoint.
         finished = any(attempt.state == "finished" for attempt in self.attempts())
         return self.checkpointed_file.exists() or (finished and bool(self.metrics("rl")))
 
@@ -131,7 +131,7 @@ def path_of_run(settings: Settings) -> Path:
 
 
 def settings_of_resume(settings: Settings) -> Settings:
-    """Return a resume's settings: the run's own formats if its preset has changed since."""
+    """Return the settings of a resume, with the formats that its preset had at the start."""
     # `unified` had FP8 keys before INT8 keys; `bf16` and `mixed` rounded to nearest.
     run = RunDirectory(path_of_run(settings))
     precision, preset = settings.precision, PRESETS[settings.precision.preset]
@@ -162,7 +162,7 @@ def check_start(settings: Settings, plan: Mapping[str, Any], resume: bool) -> No
 
 
 def check_readable(settings: Settings, plan: Mapping[str, Any]) -> None:
-    """Raise if the run's config.toml or plan.json would be unreadable: now, not after training."""
+    """Raise if config.toml or plan.json could not be read back by a resume."""
     text = to_toml(settings)
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
         most = f"{MOST_BYTES / 2**20:g} MiB of config.toml that are read back"
@@ -212,7 +212,7 @@ def _check_files(path: Path) -> None:
 def _is_void(run: RunDirectory) -> bool:
     """Return True if all attempts ended before their first step: the name is free."""
     left = (run.rollouts_dir, run.checkpoints_dir)
-    # Killed between creating the folder and writing settings: all files are ours.
+    # If killed between creating the folder and writing settings, it has only these files.
     first = {".lock", ".plan.json.tmp", "plan.json", ".config.toml.tmp"}
     names = {path.name for path in run.path.iterdir()}
     killed_at_once = names <= {*first, *(folder.name for folder in left)}
@@ -231,10 +231,10 @@ def _checked_name(name: str | None) -> str:
     if bad is not None or ".." in name or name == "." or name != name.strip():
         raise UserError(
             f"run.name {name!r} becomes a folder's name, so it may not contain path separators, "
-            "'..' or control characters, or begin or end with blanks (run.dir: its parent)"
+            "'..' or control characters, or begin or end with spaces (run.dir: its parent)"
         )
     if len(name.encode()) > MAX_NAME:
-        raise UserError(f"run.name: {len(name.encode())} bytes long, at most {MAX_NAME} may be")
+        raise UserError(f"run.name: {len(name.encode())} bytes long; the maximum is {MAX_NAME}")
     return name
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
-LONGEST = 1e19  # larger numbers are written with an exponent: they would fill the line
+LONGEST = 1e19  # larger numbers get an exponent, to fit in a line
 
 
 def number(value: float | None) -> str:
@@ -75,7 +75,7 @@ def clip(text: str, width: int) -> str:
 
 
 def visible(text: str, newlines: bool = False) -> str:
-    r"""Return a text that cannot drive a terminal: control and direction characters are escaped.
+    r"""Escape control and bidirectional characters, so that text cannot control a terminal.
 
     Line ends become \n, unless `newlines` keeps them.
     """
@@ -102,7 +102,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 def _drives_terminal(character: str) -> bool:
-    """Return whether a character is a control, format or direction character, or half of one."""
+    """Return True for a control, format or bidirectional character, or a lone surrogate."""
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 

@@ -1,4 +1,4 @@
-"""The registry of metrics: the name, unit and meaning of everything a run measures.
+"""Registry of metrics: the name, unit and meaning of everything that a run measures.
 
 An unregistered name is refused, so that plots and users' scripts can rely on names; `eval_metric`,
 `task_metric` and `part_metric` fill in free parts such as <task>. A line of metrics.txt has name,
@@ -31,7 +31,7 @@ class Metric(NamedTuple):
         return self.name.split("/")[0] in MEASURED
 
     def matches(self, name: str) -> bool:
-        """Return whether a name is this metric, or fits its free part."""
+        """Return True if a name is this metric, or matches its placeholder."""
         return re.fullmatch(re.sub(r"<\w+>", lambda _: FREE, self.name), name) is not None
 
 

@@ -182,7 +182,7 @@ class Comparison:
 
 def compare_runs(paths: Sequence[str | Path]) -> Comparison:
     if len(paths) < 2:
-        raise UserError("a comparison needs two runs or more")
+        raise UserError("a comparison needs at least two runs")
     runs = [RunDirectory.open(path) for path in paths]
     lines = [{(phase_of(r), int(r["step"])): r for r in run.metrics()} for run in runs]
     common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))

@@ -137,7 +137,7 @@ def line(axes: Axes, curve: tuple[np.ndarray, np.ndarray], label: str, color: st
     """Plot a metric as a line; long series get a moving average, very long ones are thinned."""
     steps, values = curve
     steps, values = thin(steps, values)
-    if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # averages of equals are noisy
+    if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # equal values: no average
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
         axes.plot(steps, _moving_mean(values, max(2, len(steps) // 32)), color=color, label=label)
     else:
@@ -363,7 +363,7 @@ CHARTS: tuple[ChartOf, ...] = (
     _lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
     _lines(
         "pairs",
-        "Pairs in the right order",
+        "Pairs ranked correctly",
         "share",
         {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "eval"},
     ),

@@ -26,7 +26,7 @@ from jetrl.settings.loading import Settings
 Html = NewType("Html", str)
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""No resources are loaded and no scripts run, even if an escape were missing."""
+"""Load no resources and run no scripts, even if some text is not escaped."""
 
 
 def _style_sheet() -> str:

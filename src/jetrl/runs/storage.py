@@ -121,5 +121,5 @@ def storing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error} ({free_space(path.parent)}). "
-            "What was written before is whole; free some space and continue with --resume"
+            "Earlier data is intact; free some space and continue with --resume"
         ) from None

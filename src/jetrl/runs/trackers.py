@@ -44,14 +44,14 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step = step
         for name, tracker in self._trackers.items():
-            with self._reporting(name, f"could not take the metrics of step {step}"):
+            with self._reporting(name, f"could not log the metrics of step {step}"):
                 tracker.log(step, _metrics_of(metrics))
 
     def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Close every tracker, after sending the run's summary if given; idempotent."""
         for name, tracker in self._trackers.items():
             if summary is not None:
-                with self._reporting(name, "could not take the summary"):
+                with self._reporting(name, "could not log the summary"):
                     values = {f"summary/{name}": value for name, value in summary().items()}
                     tracker.summarize(self._last_step, values)
             with self._reporting(name, "could not be closed"):

@@ -158,7 +158,7 @@ class Components:
     def register(self, name: str, component: Stateful) -> None:
         """Include a component's state in every checkpoint."""
         assert name not in self._stateful, name
-        assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
+        assert name in NAMES, f"{name}: its schema belongs in session/checkpoints.py"
         self._stateful[name] = component
 
     def states(self) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class RunCheckpoints:
         fits = agree(_FITS, available is None or needed < 0.8 * available)
         if self._settings.background and not fits:
             logger.warning(
-                "the checkpoint of step %d is written before training goes on: a copy of %.1f GiB "
-                "does not fit in the %.1f GiB of CPU memory that are free",
+                "the checkpoint of step %d is written before training continues: a copy of %.1f "
+                "GiB does not fit in the %.1f GiB of free CPU memory",
                 snapshot.step,
                 needed / 2**30,
                 (available or 0) / 2**30,
@@ -263,7 +263,7 @@ class RunCheckpoints:
             self._finish(checkpoints, snapshot)
 
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
-        """Write a snapshot to disk."""
+        """Write a snapshot to disk, after the metrics and rollouts of its step."""
         began = time.monotonic()
         self._ranks.from_first("the run's lines", lambda: _flush_lines(self._run))
         checkpoints.write(snapshot)
@@ -311,13 +311,13 @@ class RunCheckpoints:
         def forget() -> None:
             if self._run.had_checkpoint():
                 raise UserError(
-                    f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put "
-                    "it back, or choose another run.name"
+                    f"no checkpoint in {self._run.checkpoints_dir}, but the run had one: "
+                    "restore it, or choose another run.name"
                 )
             self._run.truncate_after(-1, "sft")
 
-        world().from_first("whether the run may begin anew", forget)
-        return ["no checkpoint yet: the run begins anew"]
+        world().from_first("whether the run may start over", forget)
+        return ["no checkpoint yet: the run starts over"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
         """Resume from the last intact checkpoint, drop later metrics; return steps and notes."""

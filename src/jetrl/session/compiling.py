@@ -56,8 +56,8 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1000, 2048, 4096)
 _LENGTHS = (1, 5, 64, 300, 1200)  # lengths of prompts and of trained sequences
 _WAITING = (
-    "waiting for kernels, which other processes compile side by side; later runs of this model "
-    "find them in Triton's and DeepGEMM's caches"
+    "waiting for other processes to compile kernels in parallel; later runs of this model find "
+    "them in the caches of Triton and DeepGEMM"
 )
 
 

@@ -16,18 +16,18 @@ from jetrl.types import Example, Turn
 AnyExample = TypeVar("AnyExample", Example, Pair)
 
 
-def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
+def demonstration(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
     """Return a prompt's demonstration, including its end token."""
     answer = task.demonstration(encoded.prompt)
     if answer is None or model.tokenizer is None:
         raise UserError(
             f"supervised training needs demonstrations, but task {task.label} has none for prompt "
             f"{encoded.prompt.id!r}: name the field that has them in task.options.demonstration, "
-            "or give a task of your own a demonstration method"
+            "or add a demonstration method to your own task"
         )
     # Demonstrations may have several turns, with environment replies in between.
     turns = [Turn(answer)] if isinstance(answer, str | Mapping) else list(answer)
-    return _encoded(model, encoded, turns, "worked answer")
+    return _encoded(model, encoded, turns, "demonstration")
 
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
@@ -42,7 +42,7 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     is_pair = isinstance(texts, tuple | list) and len(texts) == 2
     if not is_pair or not all(isinstance(text, str | Mapping) for text in texts):
         where = f"task {task.label}, prompt {encoded.prompt.id!r}"
-        raise UserError(f"{where}: its preference is not two texts or messages")
+        raise UserError(f"{where}: its preference is not a pair of texts or messages")
     # Both sequences share the prompt; scores are read at the last token.
     examples = [_encoded(model, encoded, [Turn(text)], "completion") for text in texts]
     better, worse = ((*example.prompt, *example.completion) for example in examples)

@@ -1,4 +1,4 @@
-"""Settings of a Python program: maps functions, examples and tasks to setting values."""
+"""Settings of a Python program: maps functions, rows and tasks to setting values."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def settings_of(
         raise UserError(f"{what}; give a recipe's path or a Settings, or model= and so on")
     columns = data.values() if isinstance(data, Mapping) else ()
     if any(isinstance(column, Sized) and not isinstance(column, str) for column in columns):
-        raise UserError("data: a table of splits or columns; give one split's rows, a dict each")
+        raise UserError("data: a table of splits or columns; give the rows of one split, as dicts")
     names = _names(() if rewards is None else rewards)
     own = _task_section(task, data, names, reward_weights)
     if names and not {"name", "path"} & own.keys() and settings is None:
-        raise UserError("rewards: there is nothing to score; add data=, rows or their file")
+        raise UserError("rewards: there is nothing to score; add data= (rows or a file)")
     # A model name is an override, which replaces a recipe's model.config.
     overrides = [f"model.path={model}"] if isinstance(model, str | Path) else []
     if not isinstance(model, str | Path | Mapping | None):
@@ -60,7 +60,7 @@ def settings_of(
 def _task_section(
     task: Any, data: Any, names: list[str], weights: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the [task] section for a task, examples and reward functions."""
+    """Return the [task] section of a task, its rows and its reward functions."""
     # `task` may be a section, a name, or an object, which gets a name.
     own: dict[str, Any] = {}
     if isinstance(task, Mapping):
@@ -70,8 +70,8 @@ def _task_section(
     elif isinstance(task, Task) or (isinstance(task, type) and issubclass(task, Task)):
         own = {"name": name_of(task)}
     elif task is not None:
-        raise UserError(f"task: {task!r:.60} is no Task; give its name, class or instance")
-    # Examples use the task `dataset`, unless another is given.
+        raise UserError(f"task: {task!r:.60} is not a Task; give its name, class or instance")
+    # Rows use the task `dataset`, unless another is given.
     if data is not None and not isinstance(data, Mapping):
         own = {"name": "dataset", "path": _path(data), **own}
     # Reward functions become its checkers; several, or weights, become a list.
@@ -84,14 +84,14 @@ def _task_section(
     live = [name for name in (str(own.get("name")), *names) if name.startswith(PREFIX)]
     if live:
         own.setdefault("workers", 0)
-        limits = "without task.timeout_s and task.memory_mib, which functions of another file have"
+        limits = "without task.timeout_s and task.memory_mib, which limit functions in other files"
         shown = ", ".join(name.removeprefix(PREFIX) for name in live)
         logger.warning("%s: called in this process, %s", shown, limits)
     return own
 
 
 def _path(data: Any) -> str:
-    """Return task.path for examples: their path, or the name of an in-memory dataset."""
+    """Return task.path of the rows: their path, or the name of an in-memory dataset."""
     if isinstance(data, str | Path):
         return str(data)
     try:
@@ -101,7 +101,7 @@ def _path(data: Any) -> str:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             hint = "" if isinstance(data, list) else " (of a DataFrame: df.to_dict('records'))"
-            raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns{hint}")
+            raise UserError(f"data, row {number}: {row!r:.60} is not a dict of columns{hint}")
     # Convert NumPy values, as in pandas records, to Python numbers and lists.
     plain = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in r.items()} for r in rows]
     return name_of(plain, "data")
@@ -111,7 +111,7 @@ def _names(rewards: Any) -> list[str]:
     given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
     for reward in given:
         if not callable(reward) and not isinstance(reward, str):
-            what = f"rewards: {reward!r:.60} is no function"
+            what = f"rewards: {reward!r:.60} is not a function"
             raise UserError(f"{what}; a reward model is reward={{'model_path': ..., 'model': 1.0}}")
     # Functions with the same name are numbered.
     labels = [getattr(reward, "__name__", type(reward).__name__) for reward in given]

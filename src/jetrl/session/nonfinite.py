@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 REPLAY = "replay-"  # name prefix of the copy of a run used for a replay
 _NOT_AGAIN = (
-    "and it was not met again when it was repeated at once: an operation whose results vary, a "
-    "fault of the device, or a loss of your own (algorithm.name)"
+    "no value was non-finite when the work was repeated at once: a nondeterministic operation, a "
+    "hardware fault, or your own loss (algorithm.name)"
 )
 
 

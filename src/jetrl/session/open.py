@@ -1,4 +1,4 @@
-"""Opening a run: problems are found here, before a run directory exists."""
+"""Open a run: all checks come before the run directory is created."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from jetrl.session.building import (
     read_reference,
     value_model,
 )
-from jetrl.session.examples import preference_pair, trained_examples, worked_answer
+from jetrl.session.examples import demonstration, preference_pair, trained_examples
 from jetrl.session.parity import require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder, with_steps
@@ -57,7 +57,7 @@ from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
 WARNING = "warning: "  # prefix of notes that are warnings
-_ADVICE = "`jetrl train --dry-run` prints what a run holds"
+_ADVICE = "`jetrl train --dry-run` prints the memory plan of a run"
 # SmolLM2-135M on one H100: training_s of benchmarks/results/h100/train_smollm2.json.
 _SLOWER_TO = 200_000_000  # parameters
 _TIMES_BF16 = 1.58
@@ -102,7 +102,7 @@ class TrainingContext:
     loading: str = ""
 
     def prompt_order(self, use: str = "prompts") -> PromptOrder:
-        """Return a new order of the training prompts; each `use` draws differently."""
+        """Return a new order of the training prompts; each `use` has its own random order."""
         return PromptOrder(self.settings, self.prompts, self.task.weights, use)
 
 
@@ -111,7 +111,7 @@ class RewardContext(TrainingContext):
     """Model and data of reward-model training."""
 
     model: ScalarModel
-    held_out: list[Pair]
+    eval_pairs: list[Pair]
 
 
 @dataclass(kw_only=True)
@@ -179,8 +179,8 @@ def check_run(
     prompts = _training_prompts(settings, policy, task)
     settings, epoch = with_steps(settings, prompts, task.weights)
     if settings.sft.steps:
-        # Use another task object, since a task may answer differently each time.
-        for _ in trained_examples(worked_answer, build_task(settings.task), policy, prompts):
+        # Use a separate task object: a task may be stateful.
+        for _ in trained_examples(demonstration, build_task(settings.task), policy, prompts):
             pass  # a prompt without a demonstration is an error
     evaluates = settings.eval.every or settings.sft.until is not None
     eval_prompts = _eval_prompts(settings, policy, task) if evaluates else []
@@ -225,9 +225,9 @@ def check_pairs(
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
     prompts = _training_prompts(settings, model, task)
     eval_prompts = _eval_prompts(settings, model, task)
-    held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
+    eval_pairs = [preference_pair(task, model, encoded) for encoded in eval_prompts]
     pairs = [*trained_examples(preference_pair, build_task(settings.task), model, prompts)]
-    longest = max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair)
+    longest = max(len(sequence) for pair in (*pairs, *eval_pairs) for sequence in pair)
     load = Workload.of_pairs(settings, longest)
     run = RewardContext(
         settings=settings,
@@ -238,14 +238,14 @@ def check_pairs(
         eval_prompts=eval_prompts,
         memory=_planned(settings, config, others, load, machine),
         notes=[],
-        held_out=held_out,
+        eval_pairs=eval_pairs,
     )
     run.notes += _short_warm_up("sft", settings.sft.warmup_steps, settings.sft.steps)
     run.notes += _overlap(run)
     equal = sum(better == worse for better, worse in pairs)
     if equal:
         run.notes.append(
-            f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"
+            f"{equal} of {len(pairs)} pairs are the same completion twice and have no effect"
         )
     return run
 
@@ -312,13 +312,13 @@ def _check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list
         if plan.rollout_linear == plan.train_linear and not plan.sampler_only:
             return []
         return [
-            f"under the plan {plan.name} sampler and trainer differ: consider "
-            "precision.preset=int8, where they do not (docs/study.md), or algorithm.correction=tis"
+            f"plan {plan.name} has a train-inference mismatch: consider precision.preset=int8, "
+            "which has none (docs/study.md), or algorithm.correction=tis"
         ]
     if not plan.exact or algorithm.correction_under_exact_plan:
         return []
     raise UserError(
-        f"algorithm.correction = {correction} corrects nothing under the exact plan {plan.name!r}: "
+        f"algorithm.correction = {correction} has no effect under the exact plan {plan.name!r}: "
         "every weight is 1. Leave it out, or set algorithm.correction_under_exact_plan=true"
     )
 
@@ -337,8 +337,8 @@ def _check_contexts(
         room = needed if other is None else other.max_position_embeddings
         if room < needed and settings.loop.steps:
             raise UserError(
-                f"{key} = {path}: its context of {room} tokens is shorter than the longest prompt, "
-                f"of {longest_prompt}, and rollout.max_tokens = {max_tokens}; lower that"
+                f"{key} = {path}: its context of {room} tokens is too short for the longest "
+                f"prompt ({longest_prompt}) and rollout.max_tokens = {max_tokens}; lower the latter"
             )
 
 
@@ -374,8 +374,8 @@ def _slower_than_bf16(run: RunContext) -> Iterator[str]:
     coded = run.machine.device != "cpu" and number_format(run.policy.plan.train_linear).coded
     if coded and num_parameters(run.policy.config) <= _SLOWER_TO:
         yield (
-            "precision.preset=bf16 updates a model this small faster: with 135M, on one H100, "
-            f"int8 took {_TIMES_BF16} times as long as bf16 rounded to nearest"
+            "precision.preset=bf16 trains a model this small faster: with 135M parameters on one "
+            f"H100, int8 took {_TIMES_BF16} times as long as bf16 with round-to-nearest"
         )
 
 
@@ -419,7 +419,7 @@ _RUN_CHECKS: tuple[Callable[[RunContext], Iterator[str]], ...] = (
 
 
 def _build_other_models(run: RunContext) -> None:
-    """Build what the run needs later, so that its errors come before anything slow."""
+    """Build what the run needs later, so that errors appear before weights are loaded."""
     settings, policy, dynamic = run.settings, run.policy, run.objective.dynamic_sampling
     run.prompt_order()
     PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
@@ -466,7 +466,8 @@ def open_reward_context(settings: Settings, resume: bool | None = None) -> Rewar
     """Check reward-model training, then load its model."""
     run = check_pairs(settings, resume)
     began = time.monotonic()
-    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
+    advice = "`jetrl sft --task reward --dry-run` prints the memory plan"
+    with explained("loading the model", advice):
         run.model = build_scalar_model(settings, run.model.plan, run.task.alphabet)
     run.loading = f"models loaded in {time.monotonic() - began:.1f} s"
     return run

@@ -194,7 +194,7 @@ def located(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> str:
     """Describe the first operation that differs; the completion has at least one token."""
-    alone = "no operation differs when the sequence runs by itself: it depends on the batch"
+    alone = "no operation differs for this sequence alone, so the mismatch depends on the batch"
     return str(locate(policy, prompt, completion, temperature) or alone)
 
 
@@ -247,7 +247,7 @@ def _replay(
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
 _ROWS = 1000
 PROVING = (
-    "proving on this GPU that sampling and training agree; kernels that are in no cache yet are "
+    "checking on this GPU that sampling and training agree; kernels that are not cached yet are "
     "compiled first, which takes about a minute once"
 )
 
@@ -267,7 +267,7 @@ def failures(checks: Sequence[Check]) -> list[str]:
 
 
 def require_exact(policy: Policy) -> float | None:
-    """Verify an exact plan's promise on this GPU before a run relies on it (`check_policy`).
+    """Check on this GPU that an exact plan is bitwise consistent for a policy (`check_policy`).
 
     Returns the duration in seconds; None on the CPU or if the plan is not exact.
     """
@@ -278,18 +278,18 @@ def require_exact(policy: Policy) -> float | None:
         broken = failures(check_policy(policy))
     if broken:
         raise MismatchError(
-            f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "
+            f"on this GPU, plan {policy.plan.name} is not bitwise consistent for this model: "
             f"{'; '.join(broken)}. Please report it with `jetrl doctor --json`; "
-            "precision.preset=bf16 promises nothing and runs"
+            "precision.preset=bf16 is not exact, and runs"
         )
     return time.monotonic() - began
 
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> list[Check]:
-    """Verify an exact plan's promise on the first two layers of a policy, with its own weights.
+    """Check bitwise consistency on the first two layers of a policy, with its own weights.
 
-    Every linear layer must give a row the same bits at any number of rows, and sampled tokens
+    The bits of a linear layer's output row must not depend on the number of rows. Sampled tokens
     (short and long contexts, large and small batches) must have the log-probs of a training
     forward.
     """

@@ -201,8 +201,8 @@ class PartialRollouts:
         """Restore the waiting groups of a checkpoint."""
         if state and self._problem:
             raise UserError(
-                "the checkpoint has unfinished completions, of a time when rollout.oversample was "
-                f"set: {self._problem}"
+                "the checkpoint has unfinished completions, but this run cannot continue "
+                f"them: {self._problem}"
             )
         # Oldest first, regardless of the previous number of ranks.
         groups, size = [self._group(group) for group in state], len(self._waiting)
@@ -223,7 +223,7 @@ class PartialRollouts:
         if prompt is None:
             raise UserError(
                 f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
-                "task does not have now: put its data back, or choose another run.name"
+                "task no longer has: restore its data, or choose another run.name"
             )
         unfinished = []
         for key, token_ids, logprobs, reason, text, versions in members:
@@ -245,11 +245,11 @@ def _problem(
     if not policy.plan.exact:
         return f"the plan {policy.plan.name!r} is not exact; use precision.preset=unified or jet"
     if dynamic_sampling:
-        return "dynamic sampling draws prompts again; set algorithm.dynamic_sampling=false"
+        return "dynamic sampling replaces prompts; set algorithm.dynamic_sampling=false"
     if max_turns > 1:
-        return "an environment's turns cannot be cut off; set task.max_turns=1"
+        return "multi-turn completions cannot be interrupted; set task.max_turns=1"
     if len({prompt.stop for prompt in prompts}) > 1:
-        return "the prompts end at different stop strings, and are not sampled in one call"
+        return "prompts with different stop strings cannot be sampled together"
     if len({prompt.prompt.id for prompt in prompts}) < len(prompts):
         return "two prompts have the same id"
     return ""

@@ -23,7 +23,7 @@ from jetrl.rollout.options import Progress
 from jetrl.runs.console import Console
 from jetrl.types import StepStats
 
-_ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
+_ADVICE = "`jetrl train --dry-run` prints the memory plan. The last checkpoint is intact"
 
 
 class PhaseObserver(Protocol):

@@ -64,7 +64,7 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
         yield resume
         return
     try:
-        resume = resume or goes_on(settings)
+        resume = resume or is_restart(settings)
         with joined(settings, resume):
             yield resume
     except (Exception, KeyboardInterrupt, Terminated) as error:
@@ -94,8 +94,8 @@ def problem_of(settings: Settings, count: int) -> str:
     if count == 1 or not PrecisionPlan.preset(settings.precision.preset).reads_masters:
         return ""
     return (
-        f"precision.preset = fp32 and {count} processes: layers read whole master weights, of "
-        "which each holds a part; take unified, jet, mixed or bf16, or one process"
+        f"precision.preset = fp32 cannot use {count} processes: its layers read full master "
+        "weights, which are sharded; use unified, jet, mixed or bf16, or one process"
     )
 
 
@@ -123,14 +123,14 @@ def joined_on(
         yield
 
 
-def goes_on(settings: Settings) -> bool:
+def is_restart(settings: Settings) -> bool:
     """Return True if torchrun restarts the ranks of its own run (--max-restarts)."""
     # Do not use the restart count, which may differ between machines.
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return False
     path = Path(settings.run.dir) / str(settings.run.name)
     attempts = read_attempts(path) if (path / "config.toml").is_file() else []
-    # An earlier torchrun's run must not be resumed without being asked.
+    # Do not resume the run of an earlier torchrun unless asked to.
     if not attempts or not _started_before(os.getppid(), attempts[-1].started):
         return False
     # A run that was asked to stop stays stopped.
@@ -138,7 +138,7 @@ def goes_on(settings: Settings) -> bool:
     if last.state == "interrupted":
         raise Terminated
     if last.state == "stopped" and last.reason.startswith("run.max_hours"):
-        raise TimeLimitReached(f"{last.reason}; go on with --resume")
+        raise TimeLimitReached(f"{last.reason}; continue with --resume")
     return True
 
 
@@ -178,7 +178,7 @@ def end(
                 meeting.compare({}, problem=problem)
             except UserError as common:
                 message = message and f"error: {common}"
-        # If this rank failed first, the others end silently.
+        # If this rank failed first, the other ranks print nothing.
         trouble = peers().trouble() if first else None
         rank_0_prints = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
         # Rank 0 prints a common message once; other ranks print only what nobody else will.
@@ -196,7 +196,7 @@ def end(
 
 
 def leave(trouble: Trouble) -> NoReturn:
-    """End this rank because another one failed, which a single rank reports."""
+    """End this rank because another one failed; only one rank reports the failure."""
     rank = launched_rank()
     if rank == trouble.printed_by:
         tell_once(visible(trouble.message, newlines=True))
@@ -218,7 +218,7 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
     """Check that all ranks drew the same prompts for a step."""
     if world().size == 1:
         return
-    what = f"the prompts of step {step}, which a task has to give alike on every rank"
+    what = f"the prompts of step {step}, which must be equal on all ranks"
     own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.inputs.key(), p.stop) for p in prompts]
     world().same(what, hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest())
 
@@ -230,7 +230,7 @@ def compare_samples(step: int, samples: Sequence[Sample]) -> None:
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
-    """Return a hash of everything that is trained on, equal across processes."""
+    """Return a hash of all training data in the samples, equal across processes."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in samples:  # bytes, not decimal text
         digest.update(sample.inputs.content())
@@ -266,8 +266,8 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
     differing = [name for name, there, here in places if there != here]
     raise RanksDiffer(
         f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the other ranks in "
-        f"{len(differing)} of {len(tensors)} weights {when}, first in {differing[0]}: a fault of a "
-        "GPU, or a bug; continue with --resume"
+        f"{len(differing)} of {len(tensors)} weights {when}, first in {differing[0]}: a GPU "
+        "fault or a bug; continue with --resume"
     )
 
 

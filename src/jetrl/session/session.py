@@ -1,7 +1,7 @@
-"""The operations of a step of the training loop.
+"""A run as a context manager (`OpenRun`), and the operations of a training step (`Session`).
 
-A session opens everything that a run needs, resumes from the last intact checkpoint if asked to,
-and closes everything with a report. Randomness depends only on seed, step and prompt, so a resumed
+A session loads the models and data of a run, resumes from the last intact checkpoint if asked to,
+and ends with a report. Randomness depends only on seed, step and prompt, so a resumed
 run reproduces the bits of an uninterrupted one.
 
 Each verb takes the step's record and returns one with more fields filled in (step.py).
@@ -23,7 +23,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.session.building import build_reference, value_model
 from jetrl.session.evaluate import Evaluation, evaluate
-from jetrl.session.examples import worked_answer
+from jetrl.session.examples import demonstration
 from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
 from jetrl.session.parity import located
@@ -78,7 +78,7 @@ class RunResult:
 
 
 class OpenRun:
-    """Everything that is open during an attempt at a run, as a context.
+    """Models, data and run directory of an attempt at a run, as a context manager.
 
     `last_step` is the last complete step, of this attempt or an earlier one.
     """
@@ -164,7 +164,7 @@ class OpenRun:
                 done = f"Nothing to do: all {num_steps} steps are done."
                 notes.append(f"{done} To train longer, raise loop.steps.")
             if any(key.startswith("sft.") for key in self.run.directory.changed_settings):
-                notes.append("the supervised updates are over: changes of [sft] have no effect")
+                notes.append("the supervised updates are done: changes to [sft] have no effect")
         # No step is saved yet: continue the warm-up, or start over.
         elif not checkpoints.in_supervised_updates:
             notes = checkpoints.start_over()
@@ -236,8 +236,8 @@ class Session(OpenRun):
             updates = SupervisedUpdates(
                 self.run,
                 trainer,
-                example_of=worked_answer,
-                held_out=eval_reward,
+                example_of=demonstration,
+                evaluate=eval_reward,
                 before_update=reports.expect_updates,
             )
             updates.train()
@@ -304,7 +304,7 @@ class Session(OpenRun):
 
     @property
     def _source(self) -> Source:
-        """Source of this step's completions; unfinished ones may remain from an earlier attempt."""
+        """Source of completions; unfinished ones of an earlier attempt are continued first."""
         return self._continued if self._partial_rollouts.on else self._whole
 
     def score(self, step: Step) -> Step:
@@ -330,14 +330,14 @@ class Session(OpenRun):
         unusable = any(sample.completion.unusable_reply for sample in samples)
         if len(failures) == len(samples) and not unusable:
             raise RunStopped(
-                f"none of the step's {len(samples)} completions could be judged by task "
+                f"none of the step's {len(samples)} completions could be scored by task "
                 f"{self.context.task.label}; the first failure: {failures[0]}"
             )
         # As in TRL, a completion without any reward has no advantage; a step needs some with one.
         left_out = [sample for sample in samples if sample.score.reward is None]
         if left_out:
             logger.warning(
-                "%d of %d completions left out: every reward function gave None for them, as for "
+                "%d of %d completions have no reward: every reward function returned None, as for "
                 "prompt %r",
                 len(left_out),
                 len(samples),
@@ -345,8 +345,8 @@ class Session(OpenRun):
             )
         if len(left_out) == len(samples) and step.round == 1:
             raise RunStopped(
-                f"every reward function gave None for all {len(samples)} completions of the step, "
-                f"so there is nothing to learn; the first prompt: {left_out[0].prompt.id!r}"
+                f"every reward function returned None for all {len(samples)} completions of the "
+                f"step, so there is nothing to learn; the first prompt: {left_out[0].prompt.id!r}"
             )
         return replace(step, samples=samples, drawn_samples=samples)
 

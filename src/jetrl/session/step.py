@@ -105,19 +105,19 @@ def refill(
     """
     # A group is useful if its rewards differ.
     drawn, rounds = _groups(samples), 1
-    teaching = [group for group in drawn if _teaches(group)]
-    while len(teaching) < num_groups and rounds < max_rounds:
+    useful = [group for group in drawn if _has_signal(group)]
+    while len(useful) < num_groups and rounds < max_rounds:
         # Prompts expected to fill the missing groups, given the fraction so far.
-        share = max(len(teaching), 1) / len(drawn)
+        share = max(len(useful), 1) / len(drawn)
         rounds += 1
-        missing = math.ceil((num_groups - len(teaching)) / share)
+        missing = math.ceil((num_groups - len(useful)) / share)
         more = _groups(draw(rounds, min(num_groups, missing)))
         drawn += more
-        teaching += [group for group in more if _teaches(group)]
-    kept = teaching[:num_groups]
+        useful += [group for group in more if _has_signal(group)]
+    kept = useful[:num_groups]
     # An update needs at least one group, even without advantages.
     if len(kept) < at_least:
-        idle = [group for group in drawn if not _teaches(group)]
+        idle = [group for group in drawn if not _has_signal(group)]
         kept += idle[: at_least - len(kept)]
     counts = {"rounds": rounds, "dropped_groups": len(drawn) - len(kept)}
     return _numbered(kept), _numbered(drawn), counts
@@ -127,7 +127,7 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.group)]
 
 
-def _teaches(group: Sequence[Sample]) -> bool:
+def _has_signal(group: Sequence[Sample]) -> bool:
     """Return True if rewards differ among the scored completions."""
     return len({sample.score.reward for sample in group} - {None}) > 1
 
@@ -154,7 +154,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
         metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     if compares_group:
         groups = _groups(samples)
-        metrics["reward/zero_std_groups"] = _mean(not _teaches(group) for group in groups)
+        metrics["reward/zero_std_groups"] = _mean(not _has_signal(group) for group in groups)
     if left_out := len(samples) - len(judged):
         metrics["reward/left_out"] = float(left_out)
     metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
@@ -266,14 +266,14 @@ class StepNotes:
         """Note anything unusual about a step's samples and updates; return counts as metrics."""
         # Rules use only metrics, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
-        # From all ranks, since only rank 0 has a console.
+        # Gather retries from all ranks: only rank 0 has a console.
         own_retries = self._engine.sizes.take_retries()
         rollout_retries = sum(world().gather("retries of the rollout", own_retries))
         for text in anomalies:
             logger.warning("step %d: %s", step, text)
         notes = list(anomalies)
         again = f"names the operation, `jetrl replay {self._run.directory.path}` runs it again"
-        for part, of, more in (("critic", " of the critic", "says more"), ("policy", "", again)):
+        for part, of, more in (("critic", " of the critic", "has details"), ("policy", "", again)):
             if skipped := int(metrics.get(f"{part}/skipped_updates", 0)):
                 updates = f"{skipped} update{'s' * (skipped > 1)}{of}"
                 notes.append(f"{updates} not finite and skipped; log.txt {more}")
@@ -281,7 +281,7 @@ class StepNotes:
             notes.append("out of memory in rollout; sampling fewer sequences at a time now")
         if metrics.get("memory/train_retries"):
             tokens = self._micro_batch_size.tokens
-            notes.append(f"out of memory in training; {tokens} tokens a micro-batch now")
+            notes.append(f"out of memory in training; micro-batches have {tokens} tokens now")
         for text in notes:
             self._run.display.note(f"step {step}: {text}")
         counts = {"policy/anomalies": len(anomalies), "memory/rollout_retries": rollout_retries}
@@ -321,6 +321,6 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
     failures = [sample.failure for sample in samples if sample.failure]
     if failures:
         count = f"{len(failures)} of {len(samples)}"
-        warnings["failures"] = f"{count} completions could not be judged: {failures[0]}"
+        warnings["failures"] = f"{count} completions could not be scored: {failures[0]}"
     of_data = [note.removeprefix(WARNING) for note in context.notes if note.startswith(WARNING)]
     return samples, [*of_data, *warnings.values()]

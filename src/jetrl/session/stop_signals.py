@@ -77,7 +77,7 @@ class StopSignals:
         longest = max(self._step_times)
         left = 3600 * self._max_hours - (time.monotonic() - self._began)
         if longest + ending_s > left:
-            ending = f", and to write the model {ending_s:.0f} s" if ending_s >= 1 else ""
+            ending = f", and writing the model {ending_s:.0f} s" if ending_s >= 1 else ""
             self.reason = (
                 f"run.max_hours = {self._max_hours}: {max(left, 0):.0f} s are left, and a step "
                 f"took up to {longest:.0f} s{ending}"
@@ -113,7 +113,7 @@ class StopSignals:
             self.at_once = True
             raise KeyboardInterrupt
         self._received, self.reason = KeyboardInterrupt, _CTRL_C
-        _say("stopping after this step; Ctrl-C again to leave at once")
+        _say("stopping after this step; Ctrl-C again to exit immediately")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """Abandon the step or stop after it; exit immediately on a second SIGTERM."""
@@ -126,7 +126,7 @@ class StopSignals:
         self._received, self.reason = Terminated, _SIGTERM
         if self._may_give_up:
             self._may_give_up = False
-            _say("SIGTERM: this step is given up, the checkpoint is written")
+            _say("SIGTERM: abandoning this step and writing the checkpoint")
             raise StepGivenUp
         _say("SIGTERM: stopping after this step")
 

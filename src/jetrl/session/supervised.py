@@ -32,7 +32,7 @@ from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
 class SupervisedUpdates:
     """The `sft.steps` supervised updates of a run, with early stopping at `sft.until`.
 
-    `held_out` returns the value compared with `sft.until`. `held_out_metric` is its metric name if
+    `evaluate` returns the value compared with `sft.until`. `eval_metric` is its metric name if
     the updates are the whole run, whose last update is checkpointed; None for a warm-up, after
     which the run writes a checkpoint itself.
     """
@@ -40,19 +40,19 @@ class SupervisedUpdates:
     run: TrainingRun
     trainer: SftTrainer | RewardTrainer
     example_of: Callable[[Task, Any, EncodedPrompt], Any]
-    held_out: Callable[[], float]
+    evaluate: Callable[[], float]
     before_update: Callable[[int], None] = lambda update: None
-    held_out_metric: str | None = None
+    eval_metric: str | None = None
 
     def train(self) -> float | None:
         """Run the updates from the last checkpoint on; return the last eval value, if any."""
-        run, is_whole_run = self.run, self.held_out_metric is not None
+        run, is_whole_run = self.run, self.eval_metric is not None
         # Use a separate prompt order, so that RL draws the same prompts with or without a warm-up.
         order = run.context.prompt_order("sft")
         update = self._resume()
         for earlier in range(1, update + 1):
             self._examples(order, earlier)  # a task may be stateful
-        value = self._held_out_value(update)
+        value = self._eval_value(update)
         while not self._is_over(update, value):
             update += 1
             # One update, its metrics line, and a checkpoint if due.
@@ -62,24 +62,24 @@ class SupervisedUpdates:
             with run.phases.phase("sft"):
                 metrics = self.trainer.step(self._examples(order, update))
             metrics["timing/step_s"] = run.phases.timings["sft"]
-            if self.held_out_metric is not None:  # evaluated now, as part of the metrics line
-                value = self._held_out_value(update)
+            if self.eval_metric is not None:  # evaluated now, as part of the metrics line
+                value = self._eval_value(update)
                 if value is not None:
-                    metrics[self.held_out_metric] = value
+                    metrics[self.eval_metric] = value
             # Write metrics before the checkpoint: a resume drops lines after its checkpoint.
             run.write_line(update, metrics, phase="sft")
             # This may request a stop; all ranks decide together.
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))
             if not is_whole_run:  # evaluated after saving: a run that stops does not wait
-                value = self._held_out_value(update)
+                value = self._eval_value(update)
         return value
 
     def _resume(self) -> int:
         """Load the last checkpoint, if any; return the number of completed updates."""
         run, trainer = self.run, self.trainer
         update, notes = run.checkpoints.load_supervised(run.context.model, trainer.optimizer)
-        title = "reward model" if self.held_out_metric else "sft"
+        title = "reward model" if self.eval_metric else "sft"
         run.display.show_updates(title, run.settings.sft.steps, update)
         run.display.note(*notes)
         if update > 0:  # the micro-batch size comes from the checkpoint
@@ -91,16 +91,16 @@ class SupervisedUpdates:
         prompts = order.draw(update, self.run.settings.sft.examples_per_step)
         return [self.example_of(context.task, context.model, encoded) for encoded in prompts]
 
-    def _held_out_value(self, update: int) -> float | None:
+    def _eval_value(self, update: int) -> float | None:
         """Return the eval value if it is due after an update, else None."""
         sft = self.run.settings.sft
         due = sft.until is not None and update > 0 and update % sft.check_every == 0
-        if self.held_out_metric is not None:
-            return self.held_out() if due or update >= sft.steps else None
+        if self.eval_metric is not None:
+            return self.evaluate() if due or update >= sft.steps else None
         if not due:
             return None
-        value = self.held_out()
-        self.run.display.note(f"held-out reward {value:.3f} after {update} supervised updates")
+        value = self.evaluate()
+        self.run.display.note(f"eval reward {value:.3f} after {update} supervised updates")
         return value
 
     def _is_over(self, update: int, value: float | None) -> bool:
@@ -119,7 +119,7 @@ class SupervisedUpdates:
         if stops and not is_last:
             checkpoints.wait()
             run.stops.raise_signal()
-            raise TimeLimitReached(f"{run.stops.reason}; go on with --resume")
+            raise TimeLimitReached(f"{run.stops.reason}; continue with --resume")
 
 
 @dataclass(frozen=True)
@@ -160,22 +160,22 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
             run.display.note(*(run.checkpoints.start_over() if resume else []))
             run.note_micro_batches(size.tokens)
 
-        def held_out_accuracy() -> float:
+        def eval_accuracy() -> float:
             with run.phases.phase("eval"):
-                return accuracy(context.model, context.held_out, size.tokens)
+                return accuracy(context.model, context.eval_pairs, size.tokens)
 
         updates = SupervisedUpdates(
             run,
             trainer,
             example_of=preference_pair,
-            held_out=held_out_accuracy,
-            held_out_metric="reward_model/eval_accuracy",
+            evaluate=eval_accuracy,
+            eval_metric="reward_model/eval_accuracy",
         )
         value = updates.train()
-        assert value is not None, "the accuracy is looked at after the last update"
+        assert value is not None, "the accuracy is measured after the last update"
         # Keep FP32: BF16 scores would misorder close completions.
         model_path = run.export("float32", out)
-        return RewardResult(run.directory.path, model_path, value, len(context.held_out))
+        return RewardResult(run.directory.path, model_path, value, len(context.eval_pairs))
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

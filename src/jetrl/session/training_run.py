@@ -120,7 +120,7 @@ class TrainingRun:
     def _observe_phases(
         self, stack: contextlib.ExitStack, hang_state: Callable[[], list[str]]
     ) -> None:
-        """Add the observers of phases, and report a lost rank from a thread."""
+        """Add the observers of phases, and a handler for lost ranks."""
         self.phases.observers += [self.display, self.memory_peaks]
         if world().is_first:
             status = StatusFile(self.directory.path)
@@ -134,7 +134,7 @@ class TrainingRun:
         stack.enter_context(watchdog)
         self.phases.observers.append(watchdog)
 
-        # If another rank is lost while the main thread is stuck, a thread runs this.
+        # Called from a thread if another rank is lost while the main thread is stuck.
         def at_end(trouble: Trouble) -> None:
             end_attempt(trouble.reason)
             self.display.close()
@@ -142,11 +142,11 @@ class TrainingRun:
         peers().attach(self.directory.path / FOLDER, watchdog.write_stacks, at_end)
 
     def _show_plan(self) -> None:
-        """Log the memory plan; print the notes, and the plan if a GPU can run out of memory."""
+        """Log the memory plan, and print the notes; on a GPU, also print the plan."""
         context = self.context
         lines = [f"{context.loading}; memory plan", *shown(context.memory.plan).splitlines()]
         if context.memory.free is not None:
-            lines.append(f"  of {context.memory.free / GIB:.1f} GiB that were free")
+            lines.append(f"  of {context.memory.free / GIB:.1f} GiB that was free")
         logger.info("%s", "\n".join(lines))
         on_gpu = lines if context.model.device.type == "cuda" else []
         reading = context.task.reading
@@ -158,9 +158,9 @@ class TrainingRun:
         setting, planned = self.settings.train.tokens_per_micro_batch, self.context.memory.tokens
         why = ""
         if tokens != planned:
-            why = f", as before the run was cut; the memory plan is for {planned}"
+            why = f", as before the interruption; the memory plan has {planned}"
         elif tokens < setting:
-            why = f": there is no room for train.tokens_per_micro_batch = {setting}"
+            why = f": train.tokens_per_micro_batch = {setting} does not fit"
         if why:
             self.display.note(f"micro-batches of up to {tokens} tokens{why}")
 
@@ -212,10 +212,10 @@ class TrainingRun:
         return path
 
     def _settle(self, error: BaseException | None) -> None:
-        """After an error, complete the pending checkpoint, unless exiting immediately."""
+        """After an error, complete the pending checkpoint and inform the other ranks."""
         if error is None:
             return
-        # A common stop of all ranks is no alarm for the others.
+        # If all ranks stop together, the others need no alarm.
         lost = isinstance(error, RankLost)
         alike = isinstance(error, KeyboardInterrupt | Terminated | TimeLimitReached)
         if alike:

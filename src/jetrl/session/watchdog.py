@@ -93,9 +93,7 @@ class Watchdog:
             try:
                 self._exit = ExitTimer(EXIT_HANG)
             except (OSError, AttributeError) as error:  # may be forbidden in a container
-                logger.warning(
-                    "a hang that holds the interpreter's lock would end with code 1: %s", error
-                )
+                logger.warning("a hang that holds the GIL would exit with code 1: %s", error)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -150,10 +148,10 @@ class Watchdog:
             # The report itself may hang: set timers that end the process anyway.
             self._end_later(LAST_WORDS_S, file)
             before = self._longest.get(phase)
-            longest = "it had not ended before" if before is None else f"{before:.1f} s before"
+            longest = "it has never completed" if before is None else f"{before:.1f} s before"
             limits = f"limit {limit:.1f} s; longest silence of this phase: {longest}"
             self._print_stacks(file, f"{why}\n{limits}")
-            # First what cannot hang, then what needs a disk, then GPU memory.
+            # Report first what cannot hang, then what needs the disk, then GPU memory.
             self._give_up(f"{why}; the stacks are in {self._path}")
             print("\n".join(["", *self._state()]), file=file)
             file.flush()
@@ -195,7 +193,7 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
         )
     if policy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(policy.device)]
-        lines.append(f"KV pages and graphs, beside it: {bytes_outside_torch() / 2**30:.2f} GiB")
+        lines.append(f"KV pages and graphs, in addition: {bytes_outside_torch() / 2**30:.2f} GiB")
     return lines
 
 

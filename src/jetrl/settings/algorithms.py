@@ -207,7 +207,7 @@ _ELSEWHERE = {  # names from other libraries
     **dict.fromkeys(
         ("dpo", "kto", "orpo", "ipo", "simpo"),
         ": jetrl has no preference optimization; `jetrl sft --task reward` trains a reward model "
-        "on pairs, and reward.model_path takes it into RL",
+        "on pairs, and reward.model_path uses it in RL",
     ),
     "sft": ": supervised training is a command, `jetrl sft`",
 }
@@ -277,7 +277,7 @@ class AlgorithmSettings(Section):
     def _of_verl(cls, value: Any) -> Any:
         if isinstance(value, str) and value in VERL_AGGREGATIONS:
             here = VERL_AGGREGATIONS[value]
-            name = f"here it is {here}" if here else "it has no counterpart here"
+            name = f"here it is {here}" if here else "jetrl has no equivalent"
             raise ValueError(f"{value} is a loss_agg_mode of verl; {name}")
         return value
 
@@ -330,7 +330,7 @@ class AlgorithmSettings(Section):
                 if getattr(self, key) is not None:
                     yield f"algorithm.{key} is set, but algorithm.kl = 0: give the KL a weight"
         elif self.kl_term(record) == ("k1", "loss"):
-            instead = "take k2 or k3, or algorithm.kl_in=reward"
+            instead = "use k2 or k3, or algorithm.kl_in=reward"
             yield f"algorithm.kl_estimator = k1 in the loss only adds noise; {instead}"
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:

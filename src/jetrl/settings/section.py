@@ -62,6 +62,6 @@ def without_none(value: Any) -> Any:
         return {str(key): without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         if any(item is None for item in value):
-            raise ValueError("a list must not hold null")
+            raise ValueError("a list must not contain null")
         return [without_none(item) for item in value]
     return value

@@ -464,7 +464,7 @@ class Settings(Section):
             yield "data.batch = shuffle_r1 needs rollout.samples_per_prompt of at least 2"
         for section, settings in (("rollout", rollout), ("eval", self.eval)):
             if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
-                why = "float32 has no room for logits divided by it; take 0 or 1e-20 to 1e20"
+                why = "logits divided by it do not fit in float32; use 0 or 1e-20 to 1e20"
                 yield f"{section}.temperature = {settings.temperature}: {why}"
         if self.rollout.temperature == 0:
             yield "rollout.temperature = 0 makes all completions of a group equal; use 1.0"
@@ -488,11 +488,11 @@ class Settings(Section):
         """Yield messages about settings that conflict with the algorithm of an RL run."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
-            why = f"{name} compares the completions of one prompt; take at least 2"
+            why = f"{name} compares the completions of one prompt; use at least 2"
             yield f"rollout.samples_per_prompt = 1: {why}"
         kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
         if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
-            why = f"{name} takes the KL from the rewards that it compares"
+            why = f"{name} subtracts the KL from the rewards that it compares"
             instead = "set algorithm.kl_in=loss, algorithm.kl=0 or data.batch=all"
             yield f"data.batch = shuffle_r1: {why}; {instead}"
         buffer = self.algorithm.value("overlong_buffer", record) or 0
@@ -500,8 +500,8 @@ class Settings(Section):
             most = f"rollout.max_tokens = {rollout.max_tokens}"
             yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
         if rollout.oversample and record.loss == "ratio":
-            why = f"{name} weighs tokens of earlier policies by a ratio without a bound"
-            instead = "take an algorithm that clips, such as grpo, or rollout.oversample=0"
+            why = f"{name} has an unbounded importance ratio for tokens of earlier policies"
+            instead = "use an algorithm that clips, such as grpo, or rollout.oversample=0"
             yield f"rollout.oversample = {rollout.oversample}: {why}; {instead}"
         if record.needs_critic and self.critic.path is None:
             yield f"algorithm.name = {name} needs a critic, as with critic.path=policy"
@@ -512,7 +512,7 @@ class Settings(Section):
         if self.loop.epochs is not None and not self.loop.steps:
             yield "loop.epochs needs loop.steps above 0, or unset"
         if self.rollout.speculation == "head" and not self.loop.steps:
-            yield "rollout.speculation = head needs loop.steps above 0; take text or off"
+            yield "rollout.speculation = head needs loop.steps above 0; use text or off"
         if self.eval.samples > 1 and self.eval.temperature == 0:
             why = "draws the same completion each time; set eval.temperature, or eval.samples = 1"
             yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
