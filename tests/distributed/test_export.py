@@ -50,7 +50,8 @@ def export(folder: Path) -> int:
         for dtype in DTYPES:
             policy.save_pretrained(folder / dtype, dtype=dtype)
         masters = policy.whole_masters()
-        hf.save_model(folder / "split", policy.config, masters, "float32", max_shard_bytes=70_000)
+        in_fp32 = hf.Encoding("float32")
+        hf.save_model(folder / "split", policy.config, masters, in_fp32, max_shard_bytes=70_000)
     return len(gathered)
 
 

@@ -23,7 +23,7 @@ MODEL = our_config(tied=True, num_hidden_layers=1)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    hf.save_model(folder, MODEL, dict(RandomWeights(MODEL, 0, "cpu")), "float32")
+    hf.save_model(folder, MODEL, dict(RandomWeights(MODEL, 0, "cpu")), hf.Encoding("float32"))
     return folder
 
 

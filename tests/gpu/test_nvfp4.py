@@ -24,7 +24,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
-from jetrl.models.hf import model_config, save_model
+from jetrl.models.hf import Encoding, model_config, save_model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
@@ -230,7 +230,7 @@ def test_the_sampler_is_the_trainer(family: str) -> None:
 def test_the_sampler_is_the_trainer_over_files_in_nvfp4(layout: str, tmp_path: Path) -> None:
     """With scales that differ among Q, K and V, and layers that are left in BF16."""
     shape, path = ModelConfig.from_hf(config("qwen3")), tmp_path / "m"
-    save_model(path, shape, dict(RandomWeights(shape, 0)))
+    save_model(path, shape, dict(RandomWeights(shape, 0)), Encoding())
     to_nvfp4(path, layout, apart=True, left=("1.mlp.down_proj",))
     stored = model_config(path)
     plan = PrecisionPlan.preset("unified").replace(base="nvfp4")

@@ -30,7 +30,13 @@ from jetrl.models import hf_save
 from jetrl.models.block import DenseShape
 from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, parameter_shapes
-from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
+from jetrl.models.hf import (
+    Encoding,
+    eos_token_ids,
+    load_tokenizer,
+    read_generation_config,
+    save_model,
+)
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
 
@@ -49,7 +55,7 @@ def their_model(family: str, tied: bool = False) -> PreTrainedModel:
 
 def write_qwen3(path: Path, **options: Any) -> dict[str, Tensor]:
     weights = dict(RandomWeights(our_config(), seed=0))
-    save_model(path, our_config(), weights, "float32", **options)
+    save_model(path, our_config(), weights, Encoding("float32"), **options)
     return weights
 
 
@@ -86,7 +92,7 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
     assert ("lm_head.weight" in weights) is not tied
 
     shard_bytes = 5 << 30 if shard == "5GB" else 20_000
-    save_model(tmp_path / "ours", config, weights, "float32", max_shard_bytes=shard_bytes)
+    save_model(tmp_path / "ours", config, weights, Encoding("float32"), max_shard_bytes=shard_bytes)
     assert (tmp_path / "ours" / "model.safetensors").exists() == (shard == "5GB")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(back) is type(model)
@@ -97,7 +103,7 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
 def test_saving_rounds_once_and_keeps_unknown_keys_of_the_config(tmp_path: Path) -> None:
     config = our_config("llama", attention_dropout=0.25, quantization_config={"a": 1})
     weights = dict(RandomWeights(config, seed=1))
-    save_model(tmp_path / "m", config, weights)
+    save_model(tmp_path / "m", config, weights, Encoding())
     back_config, back = read_model(tmp_path / "m")
     assert_same_tensors(back, {name: tensor.bfloat16() for name, tensor in weights.items()})
     assert back_config.raw["dtype"] == back_config.raw["torch_dtype"] == "bfloat16"
@@ -109,7 +115,7 @@ def test_saving_rounds_once_and_keeps_unknown_keys_of_the_config(tmp_path: Path)
 def test_old_rotary_buffers_and_an_equal_tied_head_are_ignored(tmp_path: Path) -> None:
     config = our_config("qwen2", tied=True)
     weights = dict(RandomWeights(config, seed=0))
-    save_model(tmp_path / "m", config, weights, "float32")
+    save_model(tmp_path / "m", config, weights, Encoding("float32"))
 
     def add(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
@@ -190,7 +196,8 @@ def test_target_in_use(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists and is not empty"):
         write_qwen3(tmp_path / "m")
     config = our_config("llama")
-    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), overwrite=True)
+    weights = dict(RandomWeights(config, seed=0))
+    save_model(tmp_path / "m", config, weights, Encoding(), overwrite=True)
     assert read_model(tmp_path / "m")[0].family == "llama"
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("")

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from jetrl.errors import UserError
 from jetrl.models.families import stored_tensors
-from jetrl.models.hf import read_config, save_model
+from jetrl.models.hf import Encoding, read_config, save_model
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
@@ -41,7 +41,9 @@ def is_linear(name: str) -> bool:
 def test_fp8_round_trip_is_the_quantizer(family: str, scales: Any, tmp_path: Path) -> None:
     config = our_config(family, **FP8_SIZES)
     weights = dict(RandomWeights(config, seed=0))
-    save_model(tmp_path / "m", config, weights, "fp8", max_shard_bytes=60_000, scales=scales)
+    save_model(
+        tmp_path / "m", config, weights, Encoding("fp8", scales=scales), max_shard_bytes=60_000
+    )
     back_config, back = read_model(tmp_path / "m")
     expected = {
         name: dequantize(quantize(tensor, (128, 128), scales=scales))
@@ -56,7 +58,7 @@ def test_fp8_round_trip_is_the_quantizer(family: str, scales: Any, tmp_path: Pat
 def test_fp8_layout_is_the_one_of_transformers(tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
     weights = dict(RandomWeights(config, seed=0))
-    save_model(tmp_path / "m", config, weights, "fp8")
+    save_model(tmp_path / "m", config, weights, Encoding("fp8"))
     assert read_config(tmp_path / "m")["quantization_config"] == {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -74,9 +76,8 @@ def test_fp8_layout_is_the_one_of_transformers(tmp_path: Path) -> None:
 def test_fp8_loads_in_transformers(bf16_layers: tuple[int, ...], tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers loads FP8 through accelerate")
     config = our_config("qwen3", **FP8_SIZES)
-    save_model(
-        tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8", bf16_layers=bf16_layers
-    )
+    encoding = Encoding("fp8", bf16_layers)
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), encoding)
     ours = read_model(tmp_path / "m")[1]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()  # in BF16 on a CPU
     for name, parts in stored_tensors(config).items():
@@ -141,7 +142,7 @@ O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.dow
 )
 def test_fp8_with_wrong_scales_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
-    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8")
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), Encoding("fp8"))
     change_tensors(tmp_path / "m", change)
     with pytest.raises(UserError, match=message):
         read_model(tmp_path / "m")
@@ -150,7 +151,8 @@ def test_fp8_with_wrong_scales_is_refused(change: Any, message: str, tmp_path: P
 def test_scales_in_e8m0_are_exact_powers_of_two(tmp_path: Path) -> None:
     """All 255 codes: 2**-127 is subnormal in float32."""
     config = our_config("qwen3", **FP8_SIZES)
-    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8", scales="pow2")
+    encoding = Encoding("fp8", scales="pow2")
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), encoding)
     said = read_config(tmp_path / "m")["quantization_config"] | {"scale_fmt": "ue8m0"}
     change_config(tmp_path / "m", quantization_config=said)
     for first in range(0, 256, 2):
@@ -191,7 +193,7 @@ SCALES = r"safetensors: .*o_proj\.weight_scale_inv has scales that are negative,
 )
 def test_fp8_that_holds_no_numbers_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
-    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8")
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), Encoding("fp8"))
     change_tensors(tmp_path / "m", change)
     with pytest.raises(UserError, match=message):
         read_model(tmp_path / "m")
@@ -201,9 +203,9 @@ def test_partial_blocks_and_other_quantizations_are_refused(tmp_path: Path) -> N
     config = our_config()
     weights = dict(RandomWeights(config, seed=0))
     with pytest.raises(UserError, match=r"q_proj.weight \[64, 32\].*save it as bfloat16"):
-        save_model(tmp_path / "m", config, weights, "fp8")
+        save_model(tmp_path / "m", config, weights, Encoding("fp8"))
     assert list(tmp_path.iterdir()) == []
-    save_model(tmp_path / "m", config, weights)
+    save_model(tmp_path / "m", config, weights, Encoding())
     change_config(tmp_path / "m", quantization_config={"quant_method": "fp8"})
     with pytest.raises(UserError, match="weight_block_size is missing"):
         read_model(tmp_path / "m")

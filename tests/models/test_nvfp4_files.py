@@ -33,7 +33,7 @@ PLAN = PrecisionPlan.preset("unified").replace(base="nvfp4")
 def directory(path: Path, family: str = "qwen3") -> Path:
     """Write a directory with random weights of 32 bits."""
     config = our_config(family, **WIDE, initializer_range=0.1)
-    hf.save_model(path, config, dict(RandomWeights(config, seed=0)), "float32")
+    hf.save_model(path, config, dict(RandomWeights(config, seed=0)), hf.Encoding("float32"))
     return path
 
 

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from jetrl.errors import UserError
 from jetrl.models import families, hf_files, nvfp4_files
 from jetrl.models.coded_weights import CodedWeights, MadeWeights
+from jetrl.models.hf_save import Encoding as Encoding
 from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4

@@ -41,18 +41,71 @@ from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """The number formats of the tensors in a model directory.
+
+    Attributes:
+        bf16_layers: Decoder layers (from 0) whose linear weights are BF16 if `dtype` is "fp8".
+        scales: The format of FP8 scales.
+        dithered: The weights to round to BF16 stochastically, with fixed seeds
+            (`quantize.dithered_bf16`).
+    """
+
+    dtype: SaveDtype = "bfloat16"
+    bf16_layers: Collection[int] = ()
+    scales: ScaleRule = DEFAULT_SCALES
+    dithered: Literal["none", "linears", "matrices"] = "none"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of tensors not in FP8."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+    def is_fp8(self, part: StoredTensor) -> bool:
+        return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
+
+    def is_dithered(self, part: StoredTensor) -> bool:
+        wanted = len(part.shape) > 1
+        if self.dithered != "matrices":
+            coded = part.linear_weight and part.layer not in self.bf16_layers
+            wanted = self.dithered == "linears" and coded
+        return wanted and self.torch_dtype == torch.bfloat16
+
+    def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
+        """Return the tensors to write for one part of a parameter, by name."""
+        if self.is_fp8(part):
+            quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
+            return {
+                part.name: quantized.codes.cpu().contiguous(),
+                part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
+            }
+        if self.is_dithered(part):
+            rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
+        # Rounded before the copy to the CPU, to halve its bytes. A copy in any case, since
+        # safetensors refuses tensors that share memory.
+        return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
+
+    def num_bytes(self, part: StoredTensor) -> int:
+        numbers = math.prod(part.shape)
+        if not self.is_fp8(part):
+            return numbers * self.torch_dtype.itemsize
+        if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
+            raise UserError(
+                f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, and vLLM "
+                "reads no others in FP8; save it as bfloat16"
+            )
+        return numbers + 4 * numbers // math.prod(FP8_BLOCK)
+
+
 def save_model(
     path: str | Path,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
-    dtype: SaveDtype = "bfloat16",
+    encoding: Encoding,
     tokenizer: PreTrainedTokenizerBase | None = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 << 30,
-    *,
-    bf16_layers: Collection[int] = (),
-    scales: ScaleRule = DEFAULT_SCALES,
-    dithered: Literal["none", "linears", "matrices"] = "none",
     overwrite: bool = False,
 ) -> None:
     """Write a model directory. All ranks call this function; rank 0 writes.
@@ -64,9 +117,6 @@ def save_model(
         weights: All parameters by jetrl's names (`families.parameter_shapes`), in any floating
             dtype. Each is read once, in that order.
         max_shard_bytes: Maximum size of a file in bytes; a larger tensor has its own file.
-        bf16_layers: Decoder layers (from 0) whose linear weights are BF16 in an FP8 directory.
-        dithered: The weights to round to BF16 stochastically, with fixed seeds
-            (`quantize.dithered_bf16`).
         overwrite: Replace a model directory at `path` when the new one is complete.
 
     Raises:
@@ -75,11 +125,10 @@ def save_model(
         NonFiniteError: a tensor with a NaN or an infinity.
         StorageError: an error of the disk.
     """
-    if dtype not in get_args(SaveDtype):
-        raise UserError(f"dtype {dtype!r}: one of {', '.join(map(repr, get_args(SaveDtype)))}")
+    if encoding.dtype not in (known := get_args(SaveDtype)):
+        raise UserError(f"dtype {encoding.dtype!r}: one of {', '.join(map(repr, known))}")
     parameters = stored_tensors(config)
     assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
-    encoding = _Encoding(dtype, frozenset(bf16_layers), scales, dithered)
     shards = _shards(parameters, encoding, max_shard_bytes)
 
     def finish() -> None:
@@ -134,61 +183,11 @@ def _begin_directory(target: Path, overwrite: bool) -> Path:
         raise kind(message) from error
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """The number formats of a model directory; fields are as in `save_model`."""
-
-    dtype: SaveDtype
-    bf16_layers: frozenset[int]
-    scales: ScaleRule
-    dithered: Literal["none", "linears", "matrices"]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of tensors not in FP8."""
-        return torch.float32 if self.dtype == "float32" else torch.bfloat16
-
-    def is_fp8(self, part: StoredTensor) -> bool:
-        return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
-
-    def is_dithered(self, part: StoredTensor) -> bool:
-        wanted = len(part.shape) > 1
-        if self.dithered != "matrices":
-            coded = part.linear_weight and part.layer not in self.bf16_layers
-            wanted = self.dithered == "linears" and coded
-        return wanted and self.torch_dtype == torch.bfloat16
-
-    def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write for one part of a parameter, by name."""
-        if self.is_fp8(part):
-            quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
-            return {
-                part.name: quantized.codes.cpu().contiguous(),
-                part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
-            }
-        if self.is_dithered(part):
-            rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
-        # Rounded before the copy to the CPU, to halve its bytes. A copy in any case, since
-        # safetensors refuses tensors that share memory.
-        return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
-
-    def num_bytes(self, part: StoredTensor) -> int:
-        numbers = math.prod(part.shape)
-        if not self.is_fp8(part):
-            return numbers * self.torch_dtype.itemsize
-        if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
-            raise UserError(
-                f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, and vLLM "
-                "reads no others in FP8; save it as bfloat16"
-            )
-        return numbers + 4 * numbers // math.prod(FP8_BLOCK)
-
-
 Shards = list[list[tuple[str, StoredTensor]]]  # per file: (parameter, part)
 
 
 def _shards(
-    parameters: Mapping[str, Sequence[StoredTensor]], encoding: _Encoding, most: int
+    parameters: Mapping[str, Sequence[StoredTensor]], encoding: Encoding, most: int
 ) -> Shards:
     """Return the tensors per file. This reads no tensor."""
     shards: Shards = [[]]
@@ -205,7 +204,7 @@ def _shards(
 
 
 def _write_shards(
-    directory: Path, shards: Shards, encoding: _Encoding, weights: Mapping[str, Tensor]
+    directory: Path, shards: Shards, encoding: Encoding, weights: Mapping[str, Tensor]
 ) -> None:
     """Write the safetensors files, and an index if there are several."""
     weight_map: dict[str, str] = {}
@@ -232,7 +231,7 @@ def _write_shards(
         world().from_first("the index of the files", lambda: write_json(place, index))
 
 
-def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
+def _config_json(config: ModelConfig, encoding: Encoding) -> dict[str, Any]:
     """Return the contents of config.json."""
     named = "float32" if encoding.dtype == "float32" else "bfloat16"
     contents = dict(config.raw) | {

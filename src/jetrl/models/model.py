@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf, key_smoothing
-from jetrl.models.adapter import Adapter, base_digest
+from jetrl.models.adapter import Adapter, LoRA, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.coded_weights import MadeWeights
 from jetrl.models.decoder import Decoder
@@ -92,12 +92,16 @@ class Model:
             exponents = key_smoothing.head_exponents(self.key_exponents, config.attention.num_heads)
             exponents = exponents.to(self.device)
         self.decoder = Decoder(config, self.weights, exponents)
-        self.lora = None if adapter is None else adapter.lora
-        self.base_source = None if adapter is None else replace(source, adapter=None)
+        self.lora: LoRA | None = None
+        self.base_source: ModelSource | None = None
         self.base_digest = ""
-        replaced = {} if adapter is None else adapter.replaced
-        self._replaced = {n: t for n, t in replaced.items() if n not in self.weights.masters}
-        if adapter is not None and self.device.type != "meta":
+        self._replaced: dict[str, Tensor] = {}
+        if adapter is None:
+            return
+        self.lora, self.base_source = adapter.lora, replace(source, adapter=None)
+        masters = self.weights.masters
+        self._replaced = {n: t for n, t in adapter.replaced.items() if n not in masters}
+        if self.device.type != "meta":
             embedding = self.decoder.embedding.operand("train")
             assert isinstance(embedding, Tensor), "an embedding is never FP8"
             vectors = [value for value in self.decoder.parameters() if value.dim() == 1]
@@ -153,22 +157,33 @@ class Model:
         so that small updates of many weights survive. float32 has the master weights.
         """
         assert not self.weights.frozen, "a frozen model has no master weights to save"
-        files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
-        if self.lora is not None:
-            assert self.base_source is not None, "an adapter has a base"
-            masters, base = self.adapter_tensors(), self.base_source.origin
-            save_adapter(path, self.config, self.lora, masters, base, self.base_digest, **files)
+        plan, num_layers = self.plan, self.config.num_layers
+        if self.lora is not None and self.base_source is not None:
+            save_adapter(
+                path=path,
+                config=self.config,
+                lora=self.lora,
+                masters=self.adapter_tensors(),
+                base=self.base_source.origin,
+                digest=self.base_digest,
+                tokenizer=self.tokenizer,
+                overwrite=overwrite,
+            )
             return
-        num_layers = self.config.num_layers
-        files["generation_config"] = self.generation_config or None
-        bf16_layers = [i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)]
-        files |= {"bf16_layers": bf16_layers, "scales": self.plan.scales}
-        files["dithered"] = self.plan.dithered_in_files
+        bf16_layers = [i for i in range(num_layers) if plan.keeps_bf16(i, num_layers)]
         weights = self.whole_masters()
-        if dtype == "fp8" and self.plan.dithered_in_files == "none":
+        if dtype == "fp8" and plan.dithered_in_files == "none":
             # Both sides read BF16 values only, and master weights that nobody reads run ahead.
             weights = MadeWeights(weights, lambda name: self.weights.whole(name).bfloat16())
-        hf.save_model(path, self.config, weights, dtype, **files)
+        hf.save_model(
+            path=path,
+            config=self.config,
+            weights=weights,
+            encoding=hf.Encoding(dtype, bf16_layers, plan.scales, plan.dithered_in_files),
+            tokenizer=self.tokenizer,
+            generation_config=self.generation_config or None,
+            overwrite=overwrite,
+        )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Return the whole master weights, and base parameters that are only replaced."""

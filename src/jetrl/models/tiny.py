@@ -25,7 +25,7 @@ from jetrl.errors import UserError
 from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
-from jetrl.models.hf_save import SaveDtype, save_model
+from jetrl.models.hf_save import Encoding, SaveDtype, save_model
 
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
@@ -168,7 +168,15 @@ def make_tiny(
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
     weights = RandomWeights(config, seed)
-    save_model(out, config, weights, dtype, made, generation_config, overwrite=overwrite)
+    save_model(
+        path=out,
+        config=config,
+        weights=weights,
+        encoding=Encoding(dtype),
+        tokenizer=made,
+        generation_config=generation_config,
+        overwrite=overwrite,
+    )
     return Path(out)
 
 
