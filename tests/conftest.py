@@ -10,6 +10,8 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network, whatever machine it runs on
+# Only the first process that a test starts compiles jetrl: 0.7 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers share the cores
 
 # A limit is for what hangs, never for what is slow: no verdict depends on other work.
