@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,105 @@ _OTHER_FORMS = {  # hints for rows in other formats, by a field name
     "instruction": '; Alpaca rows: task.options.template="{instruction} {input}", and '
     "task.options.answer=output, or task.options.demonstration=output for supervised training",
 }
+
+
+@dataclass(frozen=True)
+class _RowFields:
+    """The fields of a row by role, with errors that name the row.
+
+    Attributes:
+        names: The field of each role, as set; None: the first of `_USUAL` that a row has; "": none.
+        template: The question, with `{field}` for fields of the row; None: the prompt field.
+        needs_answer: True if the verifier compares completions with an answer.
+    """
+
+    names: Mapping[str, str | None]
+    template: str | None
+    needs_answer: bool
+
+    def name(self, row: Row, role: str) -> str:
+        """Return the field of a role, as set or by default; "" if there is none."""
+        given = self.names[role]
+        return next((n for n in _USUAL[role] if has_field(row, n)), "") if given is None else given
+
+    def check_template(self, row: Row) -> None:
+        for field in _FIELD.findall(self.template or ""):
+            for role in ("answer", "demonstration", "chosen", "rejected"):
+                if f"{self.name(row, role)}.".startswith(f"{field}."):
+                    what = f"takes {{{field}}}, the field of task.options.{role}"
+                    other = f"put spaces inside to write it as it is: {{ {field} }}"
+                    raise UserError(f"task.options.template {what}; take it out, or {other}")
+
+    def question(self, row: Row, where: str) -> Any:
+        """Return a row's question: text or messages."""
+        if self.template is not None:
+            return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
+        name = self.name(row, "prompt") or "prompt"
+        value = as_messages(_value(row, name, where, "task.options.prompt names it"), name, where)
+        if self.names["prompt"] is None and name in ("messages", "chosen"):
+            if are_messages(value) and value[-1]["role"] == "assistant":
+                return value[:-1]
+            if name == "chosen":  # plain text does not contain the prompt
+                _value(row, "prompt", where, "task.options.prompt names it")
+        return value
+
+    def _fill(self, row: Row, field: str, where: str) -> str:
+        value = _value(row, field, where, "task.options.template takes it")
+        if isinstance(value, Mapping) or are_messages(as_messages(value, field, where)):
+            needs = f"not a text that task.options.template could take{_parts(field, value)}"
+            raise UserError(f"{where}: field {field!r} is {value!r:.60}, {needs}")
+        return str(value)
+
+    def text(self, row: Row, role: str, where: str) -> str | None:
+        """Return a text field, or a number as text; None if the role has no field."""
+        name = self.name(row, role)
+        if not name:
+            return None
+        value = _value(row, name, where, f"task.options.{role} names it")
+        whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
+        number = whole or (isinstance(value, float) and math.isfinite(value))
+        if not isinstance(value, str) and not number:
+            what = f"field {name!r} (the {role}) is {value!r:.60}"
+            hint = _parts(name, value)
+            if role == "answer" and not self.needs_answer:
+                hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
+            raise UserError(f"{where}: {what}, not a text or a number{hint}")
+        if not isinstance(value, float):
+            return str(value)
+        # Parquet stores integer columns with nulls as floats; write other floats without exponent.
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
+
+    def completion(self, prompt: Prompt, role: str, where: str) -> list[Turn] | None:
+        """Return a completion: text, or the assistant messages after the prompt's."""
+        name = self.name(prompt.metadata, role)
+        value: Any = value_at(prompt.metadata, name) if name else None
+        value = as_messages(value, name, where)
+        if not are_messages(value):
+            text = self.text(prompt.metadata, role, where)
+            return None if text is None else [Turn(text)]
+        messages = [as_message(item, f"{where}: field {name!r}") for item in value]
+        asked = list(prompt.messages or ())
+        said = messages[len(asked) :] if messages[: len(asked)] == asked else messages
+        turns = as_turns(said)
+        if turns and (len(turns) == 1 or role == "demonstration"):
+            return turns
+        if self.names[role] is None:
+            return None
+        needs = "one message of the assistant, after those of the prompt or alone, with a text"
+        raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
+
+    def template_fields(self, row: Row, where: str, is_chat: bool) -> dict[str, Any]:
+        """Return a row's tools and chat-template arguments, which plain text does not support."""
+        tools, args = self.name(row, "tools"), self.name(row, "template_args")
+        found = {
+            "tools": as_tools(value_at(row, tools), f"{where}: field {tools!r}"),
+            "template_args": as_template_args(value_at(row, args), f"{where}: field {args!r}"),
+        }
+        for role, value in found.items():
+            if value and not is_chat:
+                what = f"{where}: field {self.name(row, role)!r} is for a chat template"
+                raise UserError(f'{what}, and the prompt is a plain text; task.options.{role}=""')
+        return found
 
 
 class Dataset(Task):
@@ -134,11 +234,20 @@ class Dataset(Task):
             raise UserError(f"task.options.answer is empty: checker {checker!r} needs an answer")
         check_path(path)
         self.path, self.config = path, config
-        self.template, self.format = template, format
+        self.format = format
         self.test_share, self.seed = test_share, seed
-        self.fields: dict[str, str | None] = {"prompt": prompt, "answer": answer, "id": id}
-        self.fields |= {"demonstration": demonstration, "chosen": chosen, "rejected": rejected}
-        self.fields |= {"tools": tools, "template_args": template_args}
+        fields = {
+            "prompt": prompt,
+            "answer": answer,
+            "demonstration": demonstration,
+            "chosen": chosen,
+            "rejected": rejected,
+            "id": id,
+            "tools": tools,
+            "template_args": template_args,
+        }
+        reads_answers = bool({"math", "exact", "regex"} & {*names})
+        self._fields = _RowFields(fields, template, needs_answer=reads_answers and answer != "")
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict, weights, answer)
         self.reward_calls = self._check.calls
@@ -204,16 +313,12 @@ class Dataset(Task):
         return cases
 
     def _require_answer(self, prompt: Prompt) -> None:
-        if prompt.answer is None and self._needs_answer:
+        if prompt.answer is None and self._fields.needs_answer:
             checker = self._checkers[0]
             what = f"{self.path}: checker {checker!r} needs an answer, and row {prompt.id} has"
             named = "name the answer's field in task.options.answer"
             instead = "set task.options.checker (file.py:function, or zero if you only fine-tune)"
             raise UserError(f"{what} none: {named}, or {instead}")
-
-    @property
-    def _needs_answer(self) -> bool:
-        return bool({"math", "exact", "regex"} & {*self._checkers}) and self.fields["answer"] != ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return the answer read by the verifier `math`; None for other verifiers."""
@@ -222,45 +327,14 @@ class Dataset(Task):
         return answer_key(whole_turn(prompt, completion), self._strict)
 
     def demonstration(self, prompt: Prompt) -> str | Message | Sequence[Turn] | None:
-        turns = self._completion(prompt, "demonstration", f"row {prompt.id}")
+        turns = self._fields.completion(prompt, "demonstration", f"row {prompt.id}")
         return turns[0].completion if turns and len(turns) == 1 else turns
 
     def preference(self, prompt: Prompt) -> tuple[str | Message, str | Message] | None:
-        pair = [self._completion(prompt, n, f"row {prompt.id}") for n in ("chosen", "rejected")]
+        fields, where = self._fields, f"row {prompt.id}"
+        pair = [fields.completion(prompt, role, where) for role in ("chosen", "rejected")]
         better, worse = (turns[0].completion if turns else None for turns in pair)
         return None if better is None or worse is None else (better, worse)
-
-    def _completion(self, prompt: Prompt, role: str, where: str) -> list[Turn] | None:
-        """Return a completion: text, or the assistant messages after the prompt's."""
-        name = self._name(prompt.metadata, role)
-        value: Any = value_at(prompt.metadata, name) if name else None
-        value = as_messages(value, name, where)
-        if not are_messages(value):
-            text = self._text(prompt.metadata, role, where)
-            return None if text is None else [Turn(text)]
-        messages = [as_message(item, f"{where}: field {name!r}") for item in value]
-        asked = list(prompt.messages or ())
-        said = messages[len(asked) :] if messages[: len(asked)] == asked else messages
-        turns = as_turns(said)
-        if turns and (len(turns) == 1 or role == "demonstration"):
-            return turns
-        if self.fields[role] is None:
-            return None
-        needs = "one message of the assistant, after those of the prompt or alone, with a text"
-        raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
-
-    def _name(self, row: Row, role: str) -> str:
-        """Return the field of a role, as set or by default; "" if there is none."""
-        given = self.fields[role]
-        return next((n for n in _USUAL[role] if has_field(row, n)), "") if given is None else given
-
-    def _check_template(self, row: Row) -> None:
-        for field in _FIELD.findall(self.template or ""):
-            for role in ("answer", "demonstration", "chosen", "rejected"):
-                if f"{self._name(row, role)}.".startswith(f"{field}."):
-                    what = f"takes {{{field}}}, the field of task.options.{role}"
-                    other = f"put spaces inside to write it as it is: {{ {field} }}"
-                    raise UserError(f"task.options.template {what}; take it out, or {other}")
 
     def _drawn_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
         """Return a random split of data without splits, by seed, in data order.
@@ -270,8 +344,8 @@ class Dataset(Task):
         if split == ALL:
             return rows
         for row, _ in rows:
-            self._check_template(row)
-        keys = [content_key(self._question(row, where)) for row, where in rows]
+            self._fields.check_template(row)
+        keys = [content_key(self._fields.question(row, where)) for row, where in rows]
         held_out = held_out_keys(keys, self.test_share, self.seed)
         if split == "test" and rows and not held_out:
             what = f"task.path = {self.path}: its {len(rows)} examples ask one and the same prompt"
@@ -280,22 +354,24 @@ class Dataset(Task):
         return [row for row, key in chosen if (key in held_out) == (split == "test")]
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
-        self._check_template(row)
-        question, answer = self._question(row, where), self._text(row, "answer", where)
-        if answer is None and self._needs_answer:
-            if not any(self._name(row, role) for role in ("demonstration", "chosen")):
+        fields = self._fields
+        fields.check_template(row)
+        question = fields.question(row, where)
+        answer = fields.text(row, "answer", where)
+        if answer is None and fields.needs_answer:
+            if not any(fields.name(row, role) for role in ("demonstration", "chosen")):
                 _value(row, "answer", where, "task.options.answer names it")
         elif "math" in self._checkers and not gold_answer(answer or ""):
-            what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
+            what = f"{where}: field {fields.name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "the checker 'math' reads no answer in it"
             raise UserError(f"{what}: {why}; give a number or LaTeX, or drop the row")
-        elif answer is not None and self._needs_answer and is_nothing(answer):
-            what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
+        elif answer is not None and fields.needs_answer and is_nothing(answer):
+            what = f"{where}: field {fields.name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "says that there is none, and a completion would be paid for it"
             own = "compare it in a function of your own (task.options.checker = file.py:function)"
             raise UserError(f"{what}, which {why}; fill it, drop the row, or {own}")
-        prompt_id = self._text(row, "id", where) or number
-        field = f"{where}: field {self._name(row, 'prompt')!r}"
+        prompt_id = fields.text(row, "id", where) or number
+        field = f"{where}: field {fields.name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:
             content: dict[str, Any] = {"messages": tuple(as_message(m, field) for m in question)}
             if self.format == "text":
@@ -305,63 +381,11 @@ class Dataset(Task):
         else:
             raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
         refuse_media(row, where)
-        content |= self._template_fields(row, where, "messages" in content)
+        content |= fields.template_fields(row, where, "messages" in content)
         prompt = Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
         for name in ("demonstration", "chosen", "rejected"):
-            self._completion(prompt, name, where)
+            fields.completion(prompt, name, where)
         return prompt
-
-    def _template_fields(self, row: Row, where: str, is_chat: bool) -> dict[str, Any]:
-        """Return a row's tools and chat-template arguments, which plain text does not support."""
-        tools, args = self._name(row, "tools"), self._name(row, "template_args")
-        found = {
-            "tools": as_tools(value_at(row, tools), f"{where}: field {tools!r}"),
-            "template_args": as_template_args(value_at(row, args), f"{where}: field {args!r}"),
-        }
-        for role, value in found.items():
-            if value and not is_chat:
-                what = f"{where}: field {self._name(row, role)!r} is for a chat template"
-                raise UserError(f'{what}, and the prompt is a plain text; task.options.{role}=""')
-        return found
-
-    def _question(self, row: Row, where: str) -> Any:
-        """Return a row's question: text or messages."""
-        if self.template is not None:
-            return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
-        name = self._name(row, "prompt") or "prompt"
-        value = as_messages(_value(row, name, where, "task.options.prompt names it"), name, where)
-        if self.fields["prompt"] is None and name in ("messages", "chosen"):
-            if are_messages(value) and value[-1]["role"] == "assistant":
-                return value[:-1]
-            if name == "chosen":  # plain text does not contain the prompt
-                _value(row, "prompt", where, "task.options.prompt names it")
-        return value
-
-    def _text(self, row: Row, role: str, where: str) -> str | None:
-        """Return a text field, or a number as text; None if the role has no field."""
-        name = self._name(row, role)
-        if not name:
-            return None
-        value = _value(row, name, where, f"task.options.{role} names it")
-        whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
-        number = whole or (isinstance(value, float) and math.isfinite(value))
-        if not isinstance(value, str) and not number:
-            what = f"field {name!r} (the {role}) is {value!r:.60}"
-            hint = _parts(name, value)
-            if role == "answer" and not self._needs_answer:
-                hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
-            raise UserError(f"{where}: {what}, not a text or a number{hint}")
-        if not isinstance(value, float):
-            return str(value)
-        # Parquet stores integer columns with nulls as floats; write other floats without exponent.
-        return format(Decimal(repr(value)), "f").removesuffix(".0")
-
-    def _fill(self, row: Row, field: str, where: str) -> str:
-        value = _value(row, field, where, "task.options.template takes it")
-        if isinstance(value, Mapping) or are_messages(as_messages(value, field, where)):
-            needs = f"not a text that task.options.template could take{_parts(field, value)}"
-            raise UserError(f"{where}: field {field!r} is {value!r:.60}, {needs}")
-        return str(value)
 
 
 def _value(row: Row, field: str, where: str, why: str) -> Any:
