@@ -27,7 +27,7 @@ from jetrl.training.checkpoint_files import check_intact, masters_of, state_of
 
 
 class ModelLocation(NamedTuple):
-    """The folder or hub name that a model is read from, and its run; a checkpoint has a run."""
+    """The directory or hub name of a model or checkpoint, and its run directory if it has one."""
 
     path: Path
     run: Path | None
@@ -38,8 +38,13 @@ def open_policy(
 ) -> Policy:
     """Return the policy of a model or adapter directory, hub name, run directory or checkpoint.
 
-    Without `preset` it has the run's own plan, or that of `fallback` if the model belongs to no
-    run. `fields` change the plan of a given preset.
+    Args:
+        preset: The precision preset. None: the run's plan, or `fallback` without a run.
+        device: As in run.device.
+        fields: Options of `[precision]` that change the preset.
+
+    Raises:
+        UserError: a model that is missing, damaged, or not supported on the device.
     """
     location = find_model(Path(path))
     try:
@@ -47,7 +52,7 @@ def open_policy(
     except (FileNotFoundError, UserError):
         if location.run != Path(path) or location.path.exists():
             raise
-    # The run is at work, and has removed that checkpoint since: it has a newer one.
+    # A running job has replaced that checkpoint by a newer one.
     return open_policy(path, preset, device, fallback, **fields)
 
 
@@ -85,7 +90,7 @@ def _settings_on(run: Path | None, device: str) -> Settings:
 
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
-    """Check that the adapter of a checkpoint was trained on the base that the policy has."""
+    """Raise a UserError if the adapter of a checkpoint was trained on another base."""
     adapter = state_of(checkpoint)["model"].get("adapter")
     if not isinstance(adapter, dict) or adapter.get("base") == policy.base_digest:
         return
@@ -106,10 +111,11 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
 
 
 def adapter_source(location: ModelLocation, device: str, scalar: bool = False) -> ModelSource:
-    """Return the source of an adapter directory: the adapter, and the base that it names.
+    """Return the source of an adapter directory: the adapter and its base.
 
-    A run's adapter that names no base has random weights under it, from the run's seed. `scalar`
-    also takes the adapter of a model with a scalar head.
+    The base of a run's adapter that names none is the run's model, random weights from its seed.
+    `scalar` also allows a model with a scalar head. Raises UserError if a file is missing or
+    damaged.
     """
     path, run = location.path, location.run
     base = base_of(path, optional=run is not None)
@@ -136,7 +142,10 @@ def adapter_source(location: ModelLocation, device: str, scalar: bool = False) -
 
 
 def find_model(path: Path) -> ModelLocation:
-    """Return where the model of a path is; of a run it is the newest one (`_newest`)."""
+    """Return the location of the model at a path; a run has its newest weights there.
+
+    Raises UserError if there is no model.
+    """
     if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if masters_of(path) is not None:
@@ -146,7 +155,7 @@ def find_model(path: Path) -> ModelLocation:
             raise UserError(f"{path}: this checkpoint {why}")
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
-        with contextlib.suppress(FileNotFoundError):  # of a checkpoint that was removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint was removed meanwhile
             return ModelLocation(_newest(path), path)
         return find_model(path)
     if is_hub_name(path):
@@ -159,10 +168,10 @@ def find_model(path: Path) -> ModelLocation:
 
 
 def _newest(run: Path) -> Path:
-    """Return the folder with the newest weights of a run: its exported model, or a checkpoint."""
-    # A checkpoint of the last step is preferred: the model is exported from the same FP32 master
-    # weights, but rounded, and written at the same moment. Otherwise the newer of the two counts:
-    # an interrupted run has no model of its last steps, and checkpoints may have been deleted.
+    """Return the directory of a run's newest weights: its exported model or a checkpoint."""
+    # A checkpoint of the last step is preferred: its FP32 master weights are not rounded, as the
+    # exported model is. Otherwise the newer one is used: an interrupted run has not exported its
+    # last steps, and checkpoints may have been deleted.
     adapted = is_adapter(run / "model")
     model = run / "model" / ("adapter_config.json" if adapted else "config.json")
     checkpoints = CheckpointFolder(run / "checkpoints")

@@ -39,22 +39,22 @@ class Model:
 
     Args:
         source: The parts of the model (`models.source`).
-        device: The CPU or a Hopper GPU; "meta" makes a model without weights, with all checks.
-        frozen: Keep only what the training side's forward reads; such a model is not trained,
-            sampled from or saved.
-        trains: Returns by name whether a parameter is trained; None: all, or the adapter's choice.
-            The others have no master weights, and both sides read them as first rounded.
-        key_exponents: The factors of smoothed keys, of another model or a checkpoint; None: those
-            of the weights, if the plan smooths keys (`models.key_smoothing`).
+        device: The CPU or a supported GPU; on "meta", everything is checked without weights.
+        frozen: Store only weights that the trainer's forward reads. A frozen model cannot be
+            trained, sampled from or saved.
+        trains: Returns by name whether a parameter is trained. None: all are, or the adapter's
+            choice. Other parameters are rounded once and have no master weights.
+        key_exponents: The factors of smoothed keys, from another model or a checkpoint. None: they
+            are computed from the weights, if the plan smooths keys (`models.key_smoothing`).
 
     Attributes:
-        plain_text: The texts of a task in which special tokens are encoded as text.
+        plain_text: Texts of a task whose special tokens are encoded as text.
         base_source: The source of the adapter's base; None without an adapter.
         base_digest: The digest of the adapter's base; empty without an adapter.
 
     Raises:
-        UserError: Another head; a device, or a model on that device, without kernels; an adapter of
-            another base; a damaged file or tensor of a directory.
+        UserError: a model with another head; a device or model without kernels; an adapter trained
+            on another base; a damaged file or tensor.
     """
 
     head: ClassVar[Head]
@@ -81,7 +81,7 @@ class Model:
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
         self.generation_config = dict(source.generation_config)
         self._offloaded = False
-        # All checks have passed: from here on weights are downloaded and read.
+        # After all checks, weights are downloaded and read.
         self.weights = Weights(source, plan, self.device, frozen, trains)
         self.key_exponents, exponents = key_exponents, None
         if plan.smooths_keys and key_exponents is None:
@@ -119,9 +119,9 @@ class Model:
         trains: Callable[[str], bool] | None = None,
         key_exponents: Tensor | None = None,
     ) -> Self:
-        """Return the model of a Hugging Face directory; a UserError names a bad file or tensor.
+        """Return the model of a Hugging Face directory or hub name.
 
-        `plan` is a plan or a preset's name.
+        `plan` is a plan or the name of a preset; other arguments and errors are those of the class.
         """
         return cls(
             source=ModelSource.from_path(path, adapter),
@@ -142,19 +142,31 @@ class Model:
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter: Adapter | None = None,
     ) -> Self:
-        """Return a model with random weights; those of a seed differ between a CPU and a GPU."""
+        """Return a model with random weights, which differ between a CPU and a GPU.
+
+        `config` has the contents of a config.json; `plan` is a plan or the name of a preset.
+        """
         source = ModelSource.from_seed(ModelConfig.from_hf(config), seed, tokenizer, adapter)
         return cls(source, PrecisionPlan.preset(plan), device)
 
     def save_pretrained(
         self, path: str | Path, dtype: SaveDtype = "bfloat16", overwrite: bool = False
     ) -> None:
-        """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
+        """Write a Hugging Face directory. All ranks call this method; rank 0 writes.
 
-        With an adapter it is PEFT's directory: only the adapter, in float32. fp8 is block-scaled,
-        as vLLM and transformers read it, with BF16 for the layers that the plan keeps in BF16.
-        bfloat16 rounds weights that both sides read in BF16 as they do, and others by fixed draws,
-        so that small updates of many weights survive. float32 has the master weights.
+        With an adapter, only the adapter is written, in float32 and PEFT's format.
+
+        Args:
+            dtype: "float32" writes the master weights. "bfloat16" rounds weights to nearest if both
+                sides read them in BF16, and others stochastically with fixed seeds, which preserves
+                small updates on average. "fp8" has 128 x 128 blocks, for vLLM and transformers, and
+                BF16 for layers that the plan keeps in BF16.
+            overwrite: Replace a model directory at `path` when the new one is complete.
+
+        Raises:
+            UserError: a `path` that cannot be written, or a model without 128 x 128 blocks in FP8.
+            NonFiniteError: a weight with a NaN or an infinity.
+            StorageError: an error of the disk.
         """
         assert not self.weights.frozen, "a frozen model has no master weights to save"
         plan, num_layers = self.plan, self.config.num_layers
@@ -173,7 +185,7 @@ class Model:
         bf16_layers = [i for i in range(num_layers) if plan.keeps_bf16(i, num_layers)]
         weights = self.whole_masters()
         if dtype == "fp8" and plan.dithered_in_files == "none":
-            # Both sides read BF16 values only, and master weights that nobody reads run ahead.
+            # Both sides read BF16 weights, so FP8 is rounded from these, not from master weights.
             weights = MadeWeights(weights, lambda name: self.weights.whole(name).bfloat16())
         hf.save_model(
             path=path,
@@ -186,20 +198,27 @@ class Model:
         )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Return the whole master weights, and base parameters that are only replaced."""
+        """Return the whole master weights, and replaced parameters that are not trained."""
         return {**self._replaced, **{n: self.weights.whole(n) for n in self.master_weights()}}
 
     def master_weights(self) -> dict[str, nn.Parameter]:
-        """Return the FP32 parameters that the optimizer changes; own rows of divided matrices."""
+        """Return the FP32 parameters that the optimizer updates; own rows if divided."""
         return self.weights.masters
 
     def whole_masters(self) -> Mapping[str, Tensor]:
-        """Return the whole FP32 master weights by name; all ranks gather them in the same order."""
+        """Return the whole FP32 master weights by name, each gathered on access.
+
+        All ranks must access the same names in the same order.
+        """
         assert self.lora is None, "of a model with an adapter the base has no master weights"
         return MadeWeights(self.weights.masters, self.weights.whole)
 
     def restore_key_exponents(self, text: str | None, where: str) -> None:
-        """Take the factors of smoothed keys from the state of a checkpoint, `where` in errors."""
+        """Restore the factors of smoothed keys from a checkpoint's state.
+
+        Does nothing if the plan does not smooth keys. Raises UserError, with `where` in front, for
+        missing or wrong factors.
+        """
         if self.key_exponents is None:
             return
         if text is None:
@@ -216,7 +235,10 @@ class Model:
         return self.weights.scales()
 
     def requantize(self) -> None:
-        """Round the master weights into the quantized weights; call it after every change."""
+        """Round the master weights into the quantized weights, in place.
+
+        Call this after every change of master weights.
+        """
         self.weights.requantize()
 
     def packed_hidden(
@@ -242,7 +264,7 @@ class Model:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Put an offloaded model on its device within the block, and back in CPU memory after."""
+        """Move an offloaded model to its device for the block, then back to CPU memory."""
         if self._offloaded:
             self.decoder.move(self.device)
         try:
@@ -252,13 +274,16 @@ class Model:
                 self.decoder.move(torch.device("cpu"))
 
     def offload(self) -> None:
-        """Keep a frozen model in CPU memory from now on, except while it is `used`."""
+        """Move a frozen model to CPU memory, except while it is `used`."""
         self._offloaded = self.device.type == "cuda"
         if self._offloaded:
             self.decoder.move(torch.device("cpu"))
 
     def check_sequences(self, sequences: Iterable[Iterable[int]]) -> list[list[int]]:
-        """Return token ids; a UserError names the first sequence that the model cannot process."""
+        """Return sequences as lists of token ids.
+
+        Raises UserError for an empty sequence, one longer than the context, or an id out of range.
+        """
         limit, checked = self.config.max_position_embeddings, []
         for index, sequence in enumerate(sequences):
             checked.append(as_token_ids(sequence, f"sequence {index}", self.config.vocab_size))
@@ -270,9 +295,9 @@ class Model:
 def check_device(
     config: ModelConfig, plan: PrecisionPlan, device: torch.device, elsewhere: bool = False
 ) -> None:
-    """Raise a UserError for a device, or a model on a device, without kernels.
+    """Raise a UserError if a device, or a model on that device, has no kernels.
 
-    `elsewhere` means a GPU of another machine, of the first backend.
+    `elsewhere` checks for the first backend's GPU, which need not be on this machine.
     """
     if device.type in ("cpu", "meta"):
         return

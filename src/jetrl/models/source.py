@@ -1,8 +1,9 @@
-"""The source of a model: all that a model is made from, before any weight is read.
+"""The source of a model: its configuration, its tokenizer and a function for its weights.
 
-A source comes from a directory (or hub name), from a configuration and a seed, or from tensors in
-memory; `open_source` makes the one that a run's settings describe. Its weights are a function of
-the device: a model calls it after its last check, so no weight is downloaded in vain.
+A source is a directory or hub name, a configuration with a seed, or tensors in memory;
+`open_source` returns the source of a run's settings. A model calls the function for weights, which
+takes the device, after all its checks: unsupported models are refused before weights are
+downloaded.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class ModelSource:
 
     Attributes:
         config: The configuration, without the adapter.
-        weights: Returns every parameter for a device by name, as in `families.parameter_shapes`;
-            "meta" gives shapes without values.
-        generation_config: generation_config.json; empty without that file.
-        adapter: The adapter to train on frozen weights.
-        origin: The directory or hub name of the weights; None: they are in no directory.
-        plain_text: The texts of a task in which special tokens are encoded as text.
+        weights: Returns all parameters on a device, by the names in `families.parameter_shapes`; on
+            "meta" they have no values.
+        generation_config: The contents of generation_config.json; empty without that file.
+        adapter: The adapter to train; the weights are frozen then, except for those it names.
+        origin: The directory or hub name of the weights; None if they are not in files.
+        plain_text: Texts of a task whose special tokens are encoded as text.
     """
 
     config: ModelConfig
@@ -61,7 +62,7 @@ class ModelSource:
 
     @staticmethod
     def from_path(path: str | Path, adapter: Adapter | None = None) -> ModelSource:
-        """Return the source of a Hugging Face directory or hub name; reads only small files."""
+        """Return the source of a Hugging Face directory or hub name, without reading weights."""
         config = hf.model_config(path)
         return ModelSource(
             config=config,
@@ -79,7 +80,7 @@ class ModelSource:
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter: Adapter | None = None,
     ) -> ModelSource:
-        """Return a source of random weights; those of a seed differ between a CPU and a GPU."""
+        """Return a source of random weights, which differ between a CPU and a GPU."""
         return ModelSource(
             config, lambda device: RandomWeights(config, seed, device), tokenizer, adapter=adapter
         )
@@ -91,15 +92,12 @@ class ModelSource:
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter: Adapter | None = None,
     ) -> ModelSource:
-        """Return a source of parameters by name, on any device."""
+        """Return a source of parameters in memory, by name; they keep their device."""
         weights = MadeWeights(tensors, tensors.__getitem__)
         return ModelSource(config, lambda device: weights, tokenizer, adapter=adapter)
 
     def with_scalar_head(self) -> ModelSource:
-        """Return the source with the scalar head that it has, or a new one of zeros.
-
-        All scores of a new head are 0.
-        """
+        """Return this source with a scalar head: its own, or a new one with zero weights."""
         if self.config.head == "score":
             return self
 
@@ -121,10 +119,15 @@ class ModelSource:
 def open_source(
     settings: Settings, alphabet: str | None, device: str, head: Head = "lm"
 ) -> ModelSource:
-    """Return the source of the run's model.
+    """Return the source of a run's model.
 
-    `alphabet` is that of the task, for a tokenizer of characters; None: printable ASCII. For device
-    "meta" no tensor is read or made.
+    Args:
+        alphabet: The characters of the task, for model.tokenizer=characters; None: printable ASCII.
+        device: The model's device; on "meta", no tensor is read or drawn.
+        head: "score" adds a scalar head if the model has none.
+
+    Raises:
+        UserError: a file that is missing, damaged or not supported.
     """
     config, model, seed = model_config(settings), settings.model, settings.run.seed
     tokenizer: PreTrainedTokenizerBase | None = None  # None: the model's own
@@ -156,19 +159,21 @@ def open_source(
     adapter = None
     if settings.adapter.kind is not None:
         adapter = adapter_of(settings.adapter, source.config, seed, device)
-    # Special tokens that a prompt spells out are text, unless the task says otherwise.
     return replace(source, adapter=adapter, plain_text=settings.task.special_tokens_as_text)
 
 
 def model_config(settings: Settings) -> ModelConfig:
-    """Return the configuration of the run's model, checked against precision; reads no weights."""
+    """Return the configuration of a run's model, without reading weights.
+
+    Raises UserError if it is not supported, or does not fit the `[precision]` settings.
+    """
     path, precision = settings.model.path, settings.precision
     if path is None:
         config = ModelConfig.from_hf(_config_json(settings.model))
     else:
         with named("model.path"):
             config = hf.model_config(path)
-    # Checked here, since every command that reads a model comes by.
+    # All commands that read a model call this function, so these checks are here.
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if (count := getattr(precision, key)) > (layers := len(config.layers)):
             raise UserError(f"precision.{key} = {count}: the model has {layers} layers")
@@ -181,7 +186,7 @@ def model_config(settings: Settings) -> ModelConfig:
 
 
 def _config_json(settings: ModelSettings) -> dict[str, Any]:
-    """Return model.config as a dict, read from its file if it is a path."""
+    """Return model.config, read from its file if it is a path."""
     config = settings.config
     if isinstance(config, dict):
         return config
@@ -203,7 +208,7 @@ def _config_json(settings: ModelSettings) -> dict[str, Any]:
 def _compare_tokenizers(
     own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, settings: ModelSettings
 ) -> None:
-    """Warn if model.tokenizer has other tokens than the model's own tokenizer."""
+    """Log a warning if model.tokenizer has other tokens than the model's own tokenizer."""
     if own is None:
         return
     if differ := len(own.get_vocab().items() ^ new.get_vocab().items()):

@@ -1,4 +1,4 @@
-"""The models of a run, built from its settings: their weights, tokenizers and device."""
+"""Build the models of a run from its settings: policy, reference, reward and value model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ _SMALL_MODEL = 20_000_000  # parameters
 def build_policy(
     settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
 ) -> Policy:
-    """Return the policy that the settings describe.
+    """Return the policy of a run.
 
-    `alphabet` is the task's, for a tokenizer of characters; None: printable ASCII. The device is
-    that of run.device by default; "meta" checks all and reads no weights.
+    Args:
+        alphabet: The characters of the task, for model.tokenizer=characters; None: printable ASCII.
+        device: Default: run.device. On "meta", everything is checked, but no weights are read.
+
+    Raises:
+        UserError: a model that is missing, damaged, or not supported on the device.
     """
     device = device or choose_device(settings.run.device)
     source = open_source(settings, alphabet, device)
@@ -48,10 +52,11 @@ def build_policy(
 def policy_of_masters(
     settings: Settings, plan: PrecisionPlan, saved: Path, state: Mapping[str, Any]
 ) -> Policy:
-    """Return the policy of a run's settings with master weights of that run.
+    """Return the policy of a run with the master weights of a checkpoint.
 
-    `state` is the state of the checkpoint; without an alphabet in it, a tokenizer of characters
-    asks the task for one.
+    `saved` is the checkpoint's file of master weights, `state` its state.json. Without an alphabet
+    in the state, model.tokenizer=characters uses the task's. Raises UserError if the checkpoint is
+    of another model.
     """
     alphabet = state.get("alphabet")
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
@@ -71,7 +76,10 @@ def policy_of_masters(
 def build_scalar_model(
     settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
 ) -> ScalarModel:
-    """Return the reward model to be trained: the decoder of [model] with a new or its own head."""
+    """Return the reward model to train: the model of `[model]` with its own or a new scalar head.
+
+    Arguments are as in `build_policy`.
+    """
     device = device or choose_device(settings.run.device)
     source = open_source(settings, alphabet, device, head="score")
     limit_threads(source.config)
@@ -82,28 +90,28 @@ def build_scalar_model(
 def build_reference(
     settings: Settings, policy: Policy, run_path: Path, begun: bool = False
 ) -> Policy | None:
-    """Return the frozen reference of the KL term; None without one. Every rank calls this function.
+    """Return the frozen reference of the KL term, None without one. All ranks call this function.
 
-    It is the model at reference.path, or the policy at the start of RL: for an adapter its base,
-    which shares the policy's weights, else an FP32 copy in the run directory.
+    It is the model at reference.path, or else the policy at the start of RL: its base if it has an
+    adapter, or an FP32 copy in the run directory. `begun` is True if RL has begun before.
     """
     if settings.reference.path is not None:
         return read_reference(settings, policy)
     if settings.algorithm.kl == 0:
         return None
-    # An adapter's reference is its base, which shares the weights and takes no memory.
+    # The base shares its weights with the policy and takes no memory.
     if policy.lora is not None:
         return policy.base()
     path = run_path / "reference"
-    # Opening has checked that what a warm-up left is kept.
+    # After a warm-up, `check_kept` has checked that the copy exists.
     if not (begun and world().from_first("whether the reference is kept", path.exists)):
-        # A reference that exists all the same is of an attempt that did not reach its first step.
+        # An existing copy is from an attempt that ended before its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
     return _frozen(settings, policy, path, policy.key_exponents)
 
 
 def check_kept(settings: Settings, path: Path) -> None:
-    """Raise a UserError if RL has begun and the reference it measured against was not kept."""
+    """Raise a UserError if the KL term needs the policy after its warm-up and `path` is missing."""
     needed = settings.algorithm.kl and settings.adapter.kind is None and settings.sft.steps
     if needed and settings.reference.path is None and not path.exists():
         raise UserError(
@@ -113,7 +121,10 @@ def check_kept(settings: Settings, path: Path) -> None:
 
 
 def read_reference(settings: Settings, policy: Policy) -> Policy | None:
-    """Return the reference at reference.path, None without one."""
+    """Return the frozen model at reference.path; None if it is not set.
+
+    Raises UserError if its vocabulary differs from the policy's.
+    """
     path = settings.reference.path
     if path is None:
         return None
@@ -134,9 +145,9 @@ def _frozen(
 
 
 class Reward:
-    """The reward that `[reward]` makes of a task's score and a reward model's.
+    """The weighted sum of a task's score and a reward model's score (`[reward]`).
 
-    Under an FP8 plan the reward model scores in FP8, `tokens_at_once` in one packed forward.
+    The reward model runs under `plan`, with at most `tokens_at_once` tokens per packed forward.
     """
 
     def __init__(
@@ -153,7 +164,7 @@ class Reward:
             return
         where = f"reward.model_path = {settings.model_path}"
         model = ScalarModel.from_pretrained(settings.model_path, plan, policy.device, frozen=True)
-        # It reads the policy's token ids, prompt and completion in one sequence.
+        # Its input is the policy's token ids of prompt and completion.
         check_same_tokenizer(policy.tokenizer, model.tokenizer, where)
         if model.config.max_position_embeddings <= max_tokens:
             raise UserError(
@@ -166,7 +177,7 @@ class Reward:
 
     @property
     def has_model(self) -> bool:
-        """True if a reward model runs; otherwise only the task's score is weighted."""
+        """True if there is a reward model."""
         return self._model is not None
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -179,7 +190,7 @@ class Reward:
                 scores = self._model.scores(sequences, self._tokens_at_once).tolist()
         rewarded = []
         for sample, score in zip(samples, scores, strict=True):
-            # The parts are kept for the metrics: the task's own score is `rule`.
+            # Parts are for metrics; `rule` is the task's own score.
             own, total = sample.score.reward, weight * score if self.has_model else None
             parts = {**sample.score.parts, **({} if own is None else {"rule": own})}
             parts |= {"model": score} if self.has_model else {}
@@ -190,7 +201,7 @@ class Reward:
 
 
 def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
-    """Return the maker of the rewards of [reward]; None if the reward is the task's own score."""
+    """Return the rewards of `[reward]`; None if the reward is the task's score, unweighted."""
     if not settings.reward.is_weighed:
         return None
     plan = policy.plan.without_base
@@ -198,26 +209,29 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
 
 
 def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
-    """Return the value model that critic.path names, on the policy's device; None without one."""
+    """Return the value model at critic.path, on the policy's device; None without one.
+
+    Raises UserError if its vocabulary differs from the policy's.
+    """
     path, plan, device = settings.critic.path, policy.plan.without_base, policy.device
     if path is None:
         return None
     base = policy.base_source
     if path == "policy" and base is not None and base.origin is not None:
-        # All parameters of a critic are trained, so its masters are read from the base's directory.
+        # All parameters of a critic are trained; a frozen base has no master weights to copy.
         path = base.origin
     if path != "policy":
         model = ScalarModel.from_language_model(path, plan, device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
         return model
-    # A critic that begins as the policy has its decoder and a new head.
+    # critic.path=policy: the policy's decoder with a new head.
     if base is None:
         base = ModelSource.from_tensors(policy.config, policy.whole_masters(), policy.tokenizer)
     return ScalarModel(base.with_scalar_head(), plan, device, key_exponents=policy.key_exponents)
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
-    """Check that another model reads the policy's tokens, and means the same by them."""
+    """Raise a UserError if another model has not all of the policy's tokens, with equal ids."""
     if policy.tokenizer is not None or other.tokenizer is not None:
         check_same_tokenizer(policy.tokenizer, other.tokenizer, where)
     if other.config.vocab_size < policy.config.vocab_size:
@@ -228,9 +242,9 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device that run.device names: `auto` is a GPU with kernels, else the CPU.
+    """Return the device for run.device; `auto` is a supported GPU, or else the CPU.
 
-    The GPU of a rank of several is the one with the rank's number on its machine.
+    With several ranks, each has the GPU with its local rank as number.
     """
     if name == "auto":
         name = "cpu" if accelerator() is None else "cuda"
@@ -238,14 +252,14 @@ def choose_device(name: str) -> str:
 
 
 def limit_threads(config: ModelConfig) -> None:
-    """Let a small model use one CPU thread, unless OMP_NUM_THREADS is set.
+    """Limit torch to one CPU thread for a small model, unless OMP_NUM_THREADS is set.
 
-    Threads wait for each other longer than they work, up to 30 times if other programs run too.
+    Synchronizing threads would take more time than the work, up to 30 times on a busy machine.
     """
     if "OMP_NUM_THREADS" not in os.environ and is_small(config):
         torch.set_num_threads(1)
 
 
 def is_small(config: ModelConfig) -> bool:
-    """Return whether a CPU trains a model in reasonable time."""
+    """Return whether a CPU can train a model in reasonable time: below 20M parameters."""
     return num_parameters(config) < _SMALL_MODEL
