@@ -365,20 +365,21 @@ class MemoryPlan:
         """Add gradients and activations of an update, whose end is in the column `end`."""
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
         trained = _trained_shapes(config, self._cards, lora)
-        gradients = 4 * sum(map(math.prod, trained.values()))
+        gradients = 4 * trained_parameters(config, self._cards, lora)
         first = gradients if batch.several else 4 * math.prod(trained.get(_head_name(config), (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
         wgrad = activations.wgrad_bytes(config, plan, batch, self._cards, lora)
         on_top = activations.on_top_bytes(config, plan, batch, recomputed, wgrad, lora)
         last = activations.last_bytes(config, plan, batch, lora) + wgrad.at_end
-        start, finish = (first, kept, on_top), (gradients, 0, last)
         # If both moments share a column, it shows the higher one.
-        started = end == moment and (batch.several or sum(start) >= sum(finish))
-        columns = {moment: start} if started else {moment: start, end: finish}
-        activations_of = f"activations of {batch.tokens} tokens"
-        names = ("gradients, FP32", activations_of, "while gradients are made")
-        for index, name in enumerate(names):
-            self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
+        start_is_higher = batch.several or first + kept + on_top >= gradients + last
+        ends = not (end == moment and start_is_higher)
+        for name, at_start, at_end in (
+            ("gradients, FP32", first, gradients),
+            (f"activations of {batch.tokens} tokens", kept, 0),
+            ("while gradients are made", on_top, last),
+        ):
+            self._add(whose + name, {moment: at_start} | ({end: at_end} if ends else {}))
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
