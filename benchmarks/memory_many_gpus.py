@@ -20,7 +20,7 @@ from benchmarks.shapes import SHAPES
 
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits
-from jetrl.memory.plan import GIB, OtherModels, Workload
+from jetrl.memory.plan import GIB, OtherModels, PlannedRun, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import load_config
 
@@ -52,7 +52,7 @@ def row_of(shape: str, card: str, count: int, recomputed: bool) -> dict[str, Any
     row = {"model": shape, "card": card, "gpus": count, "recomputed": recomputed}
     free = int(FREE_GIB[card] * GIB)
     try:
-        fitted = check_fits(settings, config, OtherModels(), load, "cuda", free, count)
+        fitted = check_fits(PlannedRun(settings, config, OtherModels(), load, cards=count), free)
     except UserError as error:
         return {**row, "fits": False, "why": str(error).splitlines()[0]}
     held = {

@@ -18,7 +18,7 @@ from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.device import bytes_outside_torch, free_bytes
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.out_of_memory import release
-from jetrl.memory.plan import OtherModels, Workload
+from jetrl.memory.plan import OtherModels, PlannedRun, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.packed import ForwardInputs
 from jetrl.rollout.kv_cache import PagedCache
@@ -92,7 +92,7 @@ def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     load = Workload.of(settings, config, 8)
     release()
     before = (torch.cuda.memory_allocated() + bytes_outside_torch()) / GIB
-    plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
+    plan = check_fits(PlannedRun(settings, config, OtherModels(), load), free_bytes("cuda")).plan
     again: list[int] = []
     remap = PagedCache.remap
     monkeypatch.setattr(

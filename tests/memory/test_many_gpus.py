@@ -36,7 +36,8 @@ def shape(name: str) -> ModelConfig:
 
 
 def fit(name: str, cards: int, *overrides: str) -> Fitted:
-    return check_fits(settings(*overrides), shape(name), OtherModels(), LOAD, "cuda", H200, cards)
+    run = PlannedRun(settings(*overrides), shape(name), OtherModels(), LOAD, cards)
+    return check_fits(run, H200)
 
 
 def test_prompts_are_divided_and_the_samples_of_a_prompt_stay_together() -> None:

@@ -116,9 +116,9 @@ def test_pages_take_what_is_left() -> None:
 def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
     load, others = Workload(256, 512, 256, 8192), OtherModels()
     wanted = settings("train.tokens_per_micro_batch=16384")
-    roomy = check_fits(wanted, LARGE, others, load, "cuda", 400 * GIB)
+    roomy = check_fits(PlannedRun(wanted, LARGE, others, load), 400 * GIB)
     assert roomy.tokens == 16384
-    tight = check_fits(wanted, LARGE, others, load, "cuda", 170 * GIB)
+    tight = check_fits(PlannedRun(wanted, LARGE, others, load), 170 * GIB)
     assert 1024 <= tight.tokens < 16384
     assert tight.tokens % 1024 == 0
     assert tight.plan.peak < 170 * GIB
@@ -130,8 +130,9 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     load = Workload(256, 4096, 256, 8192)
 
     def refused(free: int, *overrides: str, device: str = "cuda") -> str:
+        run = PlannedRun(settings(*overrides), LARGE, OtherModels(), load, device=device)
         with pytest.raises(UserError) as error:
-            check_fits(settings(*overrides), LARGE, OtherModels(), load, device, free)
+            check_fits(run, free)
         return str(error.value)
 
     text = refused(139 * GIB)
@@ -163,13 +164,13 @@ def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:
     asked = settings("rollout.max_tokens=32768", *words)
     load = Workload.of(asked, long, 1000)
     with pytest.raises(DoesNotFitError) as error:
-        check_fits(asked, long, OtherModels(), load, "cuda", 50 * GIB)
+        check_fits(PlannedRun(asked, long, OtherModels(), load), 50 * GIB)
     shorter = [way for way in error.value.ways if "rollout.max_tokens" in way.changes]
     assert [way.changes for way in shorter] == [{"rollout.max_tokens": 8192}]
     assert shorter[0].fitted.plan.needed <= 50 * GIB
     changed = settings("rollout.max_tokens=8192", *words)
     load = Workload.of(changed, long, 1000)
-    again = check_fits(changed, long, OtherModels(), load, "cuda", 50 * GIB)
+    again = check_fits(PlannedRun(changed, long, OtherModels(), load), 50 * GIB)
     assert again.plan.needed == shorter[0].fitted.plan.needed
 
 
@@ -260,11 +261,11 @@ def test_adapters_have_room_on_one_card(
     chosen = settings("adapter.kind=lora", *large)
     load = Workload(sequences, tokens, sequences, sequences * 32)
     free = int((gib - 1.25) * GIB)
-    fitted = check_fits(chosen, config, OtherModels(), load, "cuda", free)
+    fitted = check_fits(PlannedRun(chosen, config, OtherModels(), load), free)
     assert fitted.plan.peak < most * GIB
     assert fitted.plan.micro_batch.tokens >= 8192
     with pytest.raises(UserError, match="the model does not fit on the GPU"):
-        check_fits(settings(*large), config, OtherModels(), load, "cuda", free)
+        check_fits(PlannedRun(settings(*large), config, OtherModels(), load), free)
 
 
 @pytest.mark.parametrize("preset", ["unified", "fp32"])

@@ -105,7 +105,7 @@ def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
     check, loads = opening.check_fits, []
 
     def seen(*arguments: Any, **options: Any) -> Any:
-        loads.append(arguments[3])
+        loads.append(arguments[0].load)
         return check(*arguments, **options)
 
     monkeypatch.setattr(opening, "check_fits", seen)

@@ -79,8 +79,8 @@ def wgrad_bytes(
     if lora is not None:
         rows = rows if lora.train_embeddings else 0
         shapes = lora.shapes(config).values()
-        adapters = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
-        at_end = (cards + 1) * adapters + rows + 2 * head
+        whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
+        at_end = (cards + 1) * whole + rows + 2 * head
         return WGradBytes(in_head=head, in_layer=2 * head, at_end=at_end)
     in_bf16 = number_format(plan.train_linear).coded and plan.gradient.coded
     width = 2 if in_bf16 else 4

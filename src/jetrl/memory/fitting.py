@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, PlannedRun, Workload, shown
-from jetrl.models.families import ModelConfig
+from jetrl.memory.plan import GIB, MemoryPlan, PlannedRun, shown
 from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
@@ -107,30 +106,14 @@ def _way(run: PlannedRun, changes: Changes, free: int, cards: int = 0) -> Way | 
     return None if fitted is None else Way(changes, cards, fitted)
 
 
-def check_fits(
-    settings: Settings,
-    config: ModelConfig,
-    others: OtherModels,
-    load: Workload,
-    device: str,
-    free: int | None,
-    cards: int | None = None,
-) -> Fitted:
+def check_fits(run: PlannedRun, free: int | None) -> Fitted:
     """Return the memory plan of a run, with the largest micro-batches that fit on a GPU.
 
     All ranks must call this function. The plan is for the rank with the least free memory: `free`
-    bytes before loading; None for no limit. `cards` is the number of GPUs; None: one per process.
-    Raises DoesNotFitError, which proposes settings with which the run would fit.
+    bytes before loading; None for no limit. Raises DoesNotFitError, which proposes settings with
+    which the run would fit.
     """
-    run = PlannedRun(
-        settings=settings,
-        config=config,
-        others=others,
-        load=load,
-        cards=world().size if cards is None else cards,
-        device=device,
-    )
-    fewest = settings.distributed.same_bits_down_to
+    fewest = run.settings.distributed.same_bits_down_to
     if fewest > run.cards:
         raise UserError(
             f"distributed.same_bits_down_to = {fewest}, and this run has {run.cards} "
@@ -139,7 +122,7 @@ def check_fits(
         )
     if free is not None:
         free = agree(LARGEST_SIZE, free)
-    if free is None or device == "cpu":
+    if free is None or run.device == "cpu":
         plan = MemoryPlan(run, None, run.tokens)
         if free is not None:
             _check_cpu(plan, free)

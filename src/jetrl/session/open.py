@@ -15,7 +15,7 @@ from jetrl.errors import UserError
 from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
-from jetrl.memory.plan import OtherModels, Workload
+from jetrl.memory.plan import OtherModels, PlannedRun, Workload
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model, check_device
@@ -254,15 +254,15 @@ def _planned(
     settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, machine: Machine
 ) -> Fitted:
     """Return the memory plan of a workload; raise if it does not fit on the machine."""
-    return check_fits(
-        settings,
-        config,
-        others,
-        load,
+    run = PlannedRun(
+        settings=settings,
+        config=config,
+        others=others,
+        load=load,
+        cards=world().size if machine.cards is None else machine.cards,
         device=machine.device,
-        free=machine.free,
-        cards=machine.cards,
     )
+    return check_fits(run, machine.free)
 
 
 def _training_prompts(settings: Settings, model: Model, task: Task) -> list[EncodedPrompt]:
