@@ -5,6 +5,7 @@ Layers with it hold no keys, so a layer's keys lie in the cache at another numbe
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +21,12 @@ from jetrl.errors import UserError
 from jetrl.kernels.swiglu import swiglu
 from jetrl.memory.activations import PlannedMicroBatch, kept_bytes, layer_backward_bytes
 from jetrl.memory.plan import quantized_bytes
-from jetrl.models.attention import KeyValues, kv_bytes_per_token, norm_linear
+from jetrl.models.attention import Attention, KeyValues, kv_bytes_per_token, norm_linear
 from jetrl.models.decoder import MIXERS
 from jetrl.models.families import FAMILIES, Family, ModelConfig, linear_layers
 from jetrl.models.key_smoothing import key_exponents
-from jetrl.models.layer import RMSNorm, Rotation, Trace, tell
-from jetrl.models.mixer import Mixer
+from jetrl.models.layer import RMSNorm, Rotary, Rotation, Trace, tell
+from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights, make_tiny
@@ -195,3 +196,70 @@ def test_keys_are_the_mixers_own(path: Path, tmp_path: Path) -> None:
         with_types(config, "token_gate", "conv")
     with pytest.raises(UserError, match="llama has no gate_size: intermediate_size"):
         make_tiny(tmp_path / "other", "llama", gate_size=2)
+
+
+class GatedShape(AttentionShape):
+    linears = ("qkv", "gate", "o")
+
+    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        gate = {"gate.weight": (self.num_heads * self.head_dim, hidden)}
+        return super().parameter_shapes(hidden) | gate
+
+    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
+        return super().stored_names(fused) | {"gate": ("self_attn.gate_proj",)}
+
+
+class Gated(Attention):
+    """Attention whose output is multiplied by a gate."""
+
+    def __init__(
+        self, index: int, shape: GatedShape, eps: float, weights: Any, formats: Any
+    ) -> None:
+        super().__init__(index, shape, eps, weights, formats)
+        self.gate = weights.linear(f"layers.{index}.gate", formats)
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rotation: Rotation,
+        kv: KeyValues,
+        side: Side,
+        trace: Trace | None,
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        normed = self.norm(x)
+        rotary = Rotary(
+            positions=rotation.positions,
+            table=rotation.table,
+            norms=None if self.q_norm is None else (self.q_norm, self.k_norm),
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            exponents=rotation.exponents,
+            trace=trace,
+            as_values=True,
+        )
+        heads = kv.attend(self.index, self.qkv(normed, side), rotary, last)
+        gate = self.gate(normed, side)
+        if last and kv.rows is not None:
+            x, gate = x[kv.rows], gate[kv.rows]
+        return x, self.o(heads * torch.sigmoid(gate.double()).to(heads.dtype), side)
+
+
+@pytest.mark.parametrize("plan", ["unified", "int8"])
+def test_a_record_derived_from_attention_has_its_sizes_and_keys(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Family("Qwen3ForCausalLM", qk_norm=True, mixers={"gated_attention": GatedShape})
+    monkeypatch.setitem(FAMILIES, "qwen3", family)
+    monkeypatch.setitem(MIXERS, GatedShape, Gated)
+    make_tiny(tmp_path / "model", num_layers=2, initializer_range=0.2)
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    settings["layer_types"] = ["gated_attention", "full_attention"]
+    config = ModelConfig.from_hf(settings)
+    assert config.layers[0].mixer.model_dump() == config.layers[1].mixer.model_dump()
+    assert config.layers_with_keys == (0, 1)
+    policy = Policy.from_config(settings, PrecisionPlan.preset(plan), 0, CPU)
+    result = measure(policy, num_prompts=3, samples=2, max_tokens=6, gradients=False)
+    assert (result.tokens, result.different) == (36, 0)

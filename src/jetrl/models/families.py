@@ -350,9 +350,12 @@ def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[Layer
     """Return the layers; `values` is config.json with the family's defaults filled in."""
     shared, count = FAMILIES[family], hf.num_hidden_layers
     block = checked(TypeAdapter(shared.block), values, "config.json")
-    mixers: dict[str, Mixer] = {_ATTENTION: _attention(hf, shared)}
+    attention = _attention(hf, shared)
+    mixers: dict[str, Mixer] = {_ATTENTION: attention}
     for kind, record in shared.mixers.items():
-        mixers[kind] = checked(TypeAdapter(record), values, "config.json")
+        is_attention = issubclass(record, AttentionShape)  # its sizes have other names in the file
+        given = {**values, **attention.model_dump()} if is_attention else values
+        mixers[kind] = checked(TypeAdapter(record), given, "config.json")
     kinds, without_rope = hf.layer_types or [], _layers_without_rope(hf, family)
     for number, kind in enumerate(kinds):
         if kind not in mixers:
