@@ -43,6 +43,7 @@ def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) ->
 def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    backends.backend_for.cache_clear()
     for number, capability in enumerate((*backend.capabilities, (7, 5))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         expected = backend if capability in backend.capabilities else None

@@ -537,7 +537,8 @@ class Settings(Section):
         keys = ["adapter.noise_end", "adapter.noise_stages"]
         yield from unread("adapter.noise_start", has_noise, *keys)
         yield from unread("eval.temperature above 0", self.eval.temperature > 0, "eval.top_p")
-        is_coded = PRESETS[self.precision.preset].train_linear in ("fp8", "int8")
+        train_linear = PRESETS[self.precision.preset].train_linear
+        is_coded = codes_alike(train_linear, train_linear)
         keys = ["precision.grad_output", "precision.wgrad_input"]
         yield from unread("a precision.preset that trains in 8 bits", is_coded, *keys)
         # An explicit `sft.steps = 0` disables a recipe's supervised updates.
