@@ -74,9 +74,10 @@ def join(folder: Path, path: Path) -> None:
 
 def convert(path: Path, out: Path) -> None:
     """Write the model of a GGUF file and its tokenizer in the format of Hugging Face."""
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    weights = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    weights = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     settings = weights.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "tie_word_embeddings"):
         settings.pop(key, None)

