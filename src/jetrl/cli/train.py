@@ -202,7 +202,7 @@ def print_dry_run(args: argparse.Namespace, settings: Settings, resume: bool) ->
 
 @contextlib.contextmanager
 def on_ranks(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[list[int]]:
-    """Join the ranks, if there are several; a signal ends the body and appends its exit code."""
+    """Join any ranks; if a signal ends the body, append its exit code to the yielded list."""
     stopped: list[int] = []
     try:
         if started_by_torchrun():

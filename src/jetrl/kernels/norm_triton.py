@@ -172,7 +172,7 @@ def _row_kernel(
             )
 
 
-# See `gluon_wait_for_previous` in `precision.triton.launch`.
+# Gluon versions of the above; see `precision.triton.launch`.
 _gluon_factor, _gluon_squares = gluon.jit(grid_factor.fn), gluon.jit(grid_squares.fn)
 _gluon_inverse_rms_of = gluon.jit(inverse_rms_of.fn)
 
@@ -362,10 +362,10 @@ def rms_norm_quantize(
 def rms_norm_squares(
     total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = DEFAULT_SCALES
 ) -> QTensor:
-    """Recompute the norm of `rms_norm_quantize` from its total and inverse_rms, for WGrad.
+    """Recompute `rms_norm_quantize` for WGrad from total (x + delta) and inverse_rms.
 
     Returns:
-        128 x 128 groups of [T rounded up to a multiple of 128, D], tokens contiguous.
+        FP8 [T rounded up to a multiple of 128, D] in 128 x 128 groups, tokens contiguous.
     """
     _check(total, weight, None)
     num_rows, width = total.shape

@@ -89,7 +89,7 @@ def wgrad_bytes(
         shapes = half.parameter_shapes(config.hidden_size)
         return [width * math.prod(shapes[f"{linear}.weight"]) for linear in half.linears]
 
-    # During the MLP: all slices of lm_head, then the last slices together with the MLP.
+    # During the MLP: slices of lm_head in flight, then the last ones with MLP products.
     *earlier, last = products(config.layers[-1].block)
     mlp = 2 * last + (1 if in_bf16 else 2) * sum(earlier)
     if tied:  # the product is received whole, and kept until embedding rows are added

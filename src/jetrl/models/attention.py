@@ -1,14 +1,14 @@
-"""Attention, a mixer of decoder layers: `models.mixer.AttentionShape` as a module.
+"""Attention mixer of a decoder layer: the module of `models.mixer.AttentionShape`.
 
     q, k, v = qkv(norm(x));    y = o(attention(rope(norm(q)), rope(norm(k)), v))
 
-From qkv to attention is the one place where sampling and training differ. The module passes its raw
-qkv and a `Rotary`, which turns it into queries and keys. `KeyValues` decides how keys and values
-are stored and which kernel reads them: pages of a cache (`rollout.kv_cache`) or, here, the packed
-batch itself.
+Sampling and training differ only from qkv to attention. The module passes raw qkv and a `Rotary`,
+which turns it into queries and keys, to `KeyValues`, which decides how keys and values are stored
+and which kernel reads them: pages of a cache (`rollout.kv_cache`) or, here, the packed batch
+itself.
 
 Legend: T tokens, R needed rows, N output features, H query heads, G key-value heads, D hidden size
-(of a head its own size).
+(head size in shapes with H or G).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class DenseShape(Block):
             # While dW of gate_up is computed: codes of its dY; dX, X in BF16, and codes of X.
             wgrad = 2 * 2 * inner * tokens + (2 + 2 + 1) * hidden * tokens + dw + gradient
             return residual + max(quantized, wgrad)
-        # While dY of gate_up is computed: codes of down's dY, dY of SwiGLU, codes of its output.
+        # While dY of gate_up is computed: two codes of down's dY; dY and output codes of SwiGLU.
         gated = (2 * hidden + 3 * inner) * tokens
         # While dW of gate_up is computed: dX and codes of X.
         wgrad = 3 * hidden * tokens + dw + gradient

@@ -87,16 +87,16 @@ def encode_text(
     as_text: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> list[int]:
-    """Return the token ids of a text, with a beginning-of-sequence token if the tokenizer adds one.
+    """Return the token ids of `text`, with a beginning-of-sequence token if the tokenizer adds one.
 
     Args:
-        where: Words for the text in error messages.
-        begin: False for a text that continues a sequence: no beginning-of-sequence token.
+        where: Name of the text in error messages.
+        begin: False if the text continues a sequence: no beginning-of-sequence token.
         as_text: Encode special tokens as text.
-        names: Special tokens to encode as text, by the placeholders in `text`.
+        names: Special tokens to encode as text, keyed by placeholder in `text`.
 
     Raises:
-        UserError: a character that has no token.
+        UserError: a character has no token.
     """
     try:
         if names:

@@ -226,7 +226,7 @@ class Weights:
             assert before == after, f"the quantized weight of {layer} has moved"
 
     def quantized_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of the quantized weights, by layer name and number."""
+        """Return all tensors of the quantized weights, keyed `<layer>.<index>`."""
         return {
             f"{layer}.{number}": tensor
             for layer, weight in self._quantized.items()

@@ -202,9 +202,9 @@ class _Stage:
 
 
 class _OwnSums:
-    """The FP32 sums of this rank's rows; products of all ranks are exchanged and added in order.
+    """FP32 gradient sums of this rank's rows; ranks exchange products and add them in order.
 
-    On a GPU divided products are added on a separate stream, during the backward of other layers.
+    On a GPU, products of divided weights are added on a separate stream, overlapping backward.
     """
 
     def __init__(self, own: int) -> None:

@@ -379,7 +379,7 @@ def _linear_rows(plan: PrecisionPlan) -> list[tuple[str, str]]:
 
 
 def words_of(fields: dict[str, Any]) -> str:
-    """Return fields of a plan in words: `attention_split = 256, bf16_layers = 0 3`."""
+    """Return plan fields as text, like `attention_split = 256, bf16_layers = 0 3`."""
     words = []
     for name, value in fields.items():
         shown = " ".join(map(str, value)) if isinstance(value, list) else value

@@ -181,7 +181,7 @@ class Generation:
         counts.prefill_s += 0.0 if step.decodes else seconds
 
     def progress(self, max_tokens: int) -> Progress:
-        """Return the progress so far; `max_tokens` per completion bounds the estimate."""
+        """Return the progress so far; `max_tokens` per completion bounds `eta_s`."""
         scheduler = self.scheduler
         tokens = self.counts.tokens_drawn
         seconds = time.perf_counter() - self.started

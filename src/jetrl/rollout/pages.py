@@ -147,7 +147,7 @@ class SequencePages:
         return total - len(sequence.prompt) // size if shares_prompt else total
 
     def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
-        """Return another member of the group that holds the whole prompt, None if none does."""
+        """Return another group member whose pages hold the whole prompt, or None."""
         prompt = len(sequence.prompt)
         for member in self.groups[sequence.index]:
             if member.pages and member.num_computed >= prompt and member is not sequence:

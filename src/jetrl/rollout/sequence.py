@@ -83,7 +83,7 @@ class RunningSequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum cache slots, which is also the position of the last possible token."""
+        """Maximum number of cached tokens; also the last possible token's position."""
         return len(self.prompt) + self.rules.max_tokens - 1
 
     @property

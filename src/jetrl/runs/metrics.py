@@ -77,7 +77,7 @@ def is_eval_mean(name: str) -> bool:
 
 
 def task_metric(what: str, task: str) -> str:
-    """Return `<what>/task/<task>`, a metric of one of several mixed tasks."""
+    """Return the metric name `<what>/task/<task>` of a task in a mixture."""
     return f"{what}/task/{_component(task.rpartition('/')[2])}"
 
 

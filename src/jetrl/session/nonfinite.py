@@ -64,7 +64,7 @@ class NonFiniteReports:
                 with torch.no_grad():
                     self._policy.logprobs([tokens[: self._policy.config.max_position_embeddings]])
 
-            # The sampler does not name operations; the trainer's forward of the same tokens does.
+            # The sampler records no operations, so run its tokens through the trainer's forward.
             first = self._first_nonfinite(forward, self._policy)
             raise NonFiniteError(f"{error}. {self._where(step, first)}") from None
 

@@ -177,7 +177,7 @@ class TrainingRun:
         self.trackers.log(step, metrics)
 
     def show_progress(self, progress: Progress) -> None:
-        """Show the progress of a rollout or evaluation, and tell the watchdog."""
+        """Show the progress of a rollout or evaluation and reset the watchdog."""
         self.phases.beat()
         self.display.progress(progress)
 

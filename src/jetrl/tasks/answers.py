@@ -649,7 +649,7 @@ def _number(expression: Any) -> Any:
 
 
 def _equations_differ(gold: Any, answer: Any) -> bool:
-    """Return True if neither of two different equations has a solution."""
+    """Return True if gold is unsolvable and not proportional to answer."""
     sympy = _sympy()
     try:
         solved = sympy.solve(gold, *gold.free_symbols) if gold.free_symbols else []

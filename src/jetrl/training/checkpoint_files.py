@@ -309,7 +309,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Return True if a file matches a fingerprint of this or an older version."""
+    """Return True if a file matches a fingerprint, also in an older format."""
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
     # Older versions stored either digest under the same key.

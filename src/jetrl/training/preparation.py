@@ -147,7 +147,7 @@ class Preparation:
         penalties = packing.by_sample(batches, of_batches, len(samples))
         if objective.kl_in_reward:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
-        # The estimator works per sample, micro-batches are packed: regroup.
+        # Regroup packed values by sample for the advantage estimator.
         values = [m.values.cpu().numpy() for m in micro_batches if m.values is not None]
         by_token = packing.by_sample(batches, values, len(samples)) if values else None
         return StepRewards(reward_S, group_S, penalties, by_token), metrics

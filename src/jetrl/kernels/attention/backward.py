@@ -8,10 +8,10 @@ recomputes the weights P from the log-sum-exp:
 
 One kernel processes blocks of keys (dK and dV over all query heads of the group) and stores dS in
 BF16, in the tiles of `attention.layout`; a second processes blocks of queries and multiplies dS by
-the keys. If dS would take too much memory (a sequence of about 20,000 tokens), P and dS are
-recomputed: 7 GEMMs instead of 5. If many branches share a stem, several programs divide their
-queries (`backward_lists`), and their float32 sums are added in order. The order of every sum
-depends only on the lengths in the batch, so gradients are deterministic.
+the keys. If dS would take too much memory (at about 20,000 tokens per sequence), P and dS are
+recomputed: 7 GEMMs instead of 5. If many branches share a stem, their queries are divided among
+programs (`backward_lists`), whose float32 sums are added in order. The order of every sum depends
+only on the lengths in a batch, so gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -25,9 +25,9 @@ from jetrl.precision.formats import Format, key_and_value_formats
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
 from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 
-# Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
-# keys). Both are at most 53, so float64 sums are exact. An E4M3 code is an integer below 2**18
-# times 2**-9; an INT8 code is an integer below 2**7.
+# Bits of a score: query 24 + code 18 + 8 (D up to 256); of an output: weight 18 + code 18 + 17
+# (2**17 keys). At most 53, so float64 sums are exact. An E4M3 code is an integer below 2**18 times
+# 2**-9; an INT8 code is an integer below 2**7.
 _QUERY_BITS, _VALUE_BITS, _WEIGHT_BITS = 24, 18, 18
 _MASS_GRID = 2.0**30
 _MAX_SCORES = 2**23  # maximum scores at once; larger work is chunked, with the same bits
@@ -237,8 +237,8 @@ class _PackedAttention(torch.autograd.Function):
         q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of = ctx.saved_tensors
         do = grads[0]
         k, v = stored_values((k_codes, k_scales)), stored_values((v_codes, v_scales))
-        # Gradients of shared rows are summed over sequences. The gradient of their output, also one
-        # shared row, counts only in the first sequence.
+        # Sum the gradients of shared rows over sequences. Count the gradient of a shared output row
+        # only in the first sequence.
         first = None if row_of is None else _first_of_each(row_of)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for rows, _, valid in _dense_batches(cu_seqlens):
