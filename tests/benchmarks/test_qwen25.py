@@ -36,6 +36,14 @@ def test_missing_and_repeated_parts_are_named(tmp_path: Path) -> None:
         qwen25.parts_of(tmp_path)
 
 
+def test_a_wheel_that_was_not_downloaded_whole_is_named(tmp_path: Path) -> None:
+    wheel(tmp_path, 1, b"0" * 1000)
+    path = tmp_path / "model_part1-1.0-py3-none-any.whl"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"model_part1.*whl: .*; delete it, and download it again"):
+        qwen25.parts_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "template", "message"),
     [
