@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from jetrl.errors import UserError
+from jetrl.precision.formats import NVFP4, Rounding
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,
     NVFP4Tensor,
@@ -22,6 +25,7 @@ from jetrl.precision.nvfp4 import (
     widened,
 )
 from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -98,6 +102,15 @@ def test_a_value_that_is_not_finite_shows_in_all(value: float) -> None:
     x = matrix(4, 32)
     x[2, 5] = value
     assert dequantize_nvfp4(quantize_nvfp4(x)).isnan().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_base_with_a_value_that_is_not_finite_is_refused_by_layer(value: float) -> None:
+    x = matrix(128, 128)
+    x[2, 5] = value
+    master, nvfp4 = nn.Parameter(x, requires_grad=False), Rounding(NVFP4)
+    with pytest.raises(UserError, match=r"layer up: the weight has values that are NaN or Inf"):
+        QuantizedWeight("up", master, {"train": NVFP4}, {"train": nvfp4}, fixed=True)
 
 
 def test_the_error_is_that_of_the_formats() -> None:
