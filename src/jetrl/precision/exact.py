@@ -11,6 +11,20 @@ few elements of an array with other code. Two devices give it by construction:
   more bits below the row's maximum, ten more than BF16 itself has.
 * **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt, and exp and log
   built from them. The same bits on every machine, at every position of an array.
+
+Operation by operation, float32 unless it says float64, products before sums, no fused operation:
+
+    align(x)         2**e > max |x| >= 2**(e - 1),  g = 2**(e - bits),  rint(x / g) * g    float64
+    exact_sum(x)     sum of align(x) with 30 bits                                          float64
+    exp(x)           n = rint(x * 1.44269504),  r = (x - n * 0.693359375) - n * -2.12194440e-4
+                     q = ((P(r) * r) * r) + r,  (q + 1) * 2**n;  0 for x < -87
+    expm1(x)         q if n = 0, else exp(x) - 1
+    sigmoid(x)       t = exp(-|x|);  (1 if x >= 0, else t) / (1 + t)
+    log(x)           x = m * 2**e, sqrt(1/2) <= m < sqrt(2),  s = (m - 1) / (m + 1)        float64
+                     e * ln 2 + (2 * s) * (1 + s**2 / 3 + ... + s**24 / 25)
+    log_sigmoid(x)   min(x, 0) - float32(log(1 + exp(-|x|))), the sum in float64
+
+P and the series of log are by Horner's rule.
 """
 
 from __future__ import annotations
@@ -34,6 +48,8 @@ _EXP_TERMS = (
     5.0000001201e-1,
 )
 _EXP_UNDERFLOW = -87.0
+_EXP_OVERFLOW = 89.0
+_SUM_BITS = 30
 _SQUARES_BITS = 19
 
 
@@ -81,17 +97,56 @@ def _factor_bits(terms: int) -> int:
 
 def exp_nonpositive(x: Tensor) -> Tensor:
     """Return exp(x) for float32 x <= 0, within 1 ulp: 0 below -87, exactly 1 at 0, NaN for NaN."""
-    # x = n * ln 2 + r, with ln 2 in two parts so that r keeps its low bits; exp(r) by polynomial,
-    # times 2**n, which is built from its exponent bits.
     clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
-    n = (clamped * LOG2_E).round_()
-    r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)
+    n, y = _reduced_expm1(clamped)
+    power = _power_of_two(n.to(torch.int32))
+    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y.add_(1.0).mul_(power))
+
+
+def exp(x: Tensor) -> Tensor:
+    """Return exp(x) for float32 x, within 1 ulp: 0 below -87, infinite above 88.72, NaN for NaN."""
+    clamped = x.clamp(_EXP_UNDERFLOW - 1, _EXP_OVERFLOW)
+    n, y = _reduced_expm1(clamped)
+    # 2**n in two factors, since 2**128 is not a float32.
+    half = n.to(torch.int32) >> 1
+    y = y.add_(1.0).mul_(_power_of_two(half)).mul_(_power_of_two(n.to(torch.int32) - half))
+    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y)
+
+
+def expm1(x: Tensor) -> Tensor:
+    """Return exp(x) - 1 for float32 x, within 4 ulp, with the range of `exp`.
+
+    For |x| below about ln(2) / 2 it is the polynomial of `exp` before 1 is added.
+    """
+    n, y = _reduced_expm1(x.clamp(_EXP_UNDERFLOW - 1, _EXP_OVERFLOW))
+    return torch.where(n == 0, y, exp(x) - 1.0)
+
+
+def _reduced_expm1(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return n and exp(r) - 1, float32, with x = n * ln 2 + r and |r| <= ln(2) / 2."""
+    # ln 2 is in two parts, so that r keeps its low bits.
+    n = (x * LOG2_E).round_()
+    r = (x - n * _LN2_HIGH).sub_(n * _LN2_LOW)
     y = torch.full_like(r, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
         y = y.mul_(r).add_(term)
-    y = y.mul_(r).mul_(r).add_(r).add_(1.0)
-    power = n.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
-    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y.mul_(power))
+    return n, y.mul_(r).mul_(r).add_(r)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2**n, float32, for int32 n from -126 to 127, from its bits."""
+    return (exponent + 127).bitwise_left_shift_(23).view(torch.float32)
+
+
+def exact_sum(x: Tensor) -> Tensor:
+    """Return the sum of x along the last dimension, float64 [...], added without rounding.
+
+    x is put on a grid of 30 bits below the maximum of |x| first (`align`), so that up to 2**23
+    terms add in any order. Differentiable. The sum of no terms is 0.
+    """
+    if not x.shape[-1]:
+        return x.double().sum(-1)
+    return align(x, -1, _SUM_BITS).sum(-1)
 
 
 def log_positive(x: Tensor) -> Tensor:
@@ -107,6 +162,16 @@ def log_positive(x: Tensor) -> Tensor:
     for odd in range(23, 0, -2):
         series = series * square + 1.0 / odd
     return exponent * _LN2 + 2.0 * s * series
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log(1 / (1 + exp(-x))) for float32 x, without overflow: min(x, 0) - log(1 + t).
+
+    t = exp(-|x|) is float32; 1 + t and its logarithm are float64, rounded to float32 before the
+    subtraction.
+    """
+    t = exp_nonpositive(-x.abs())
+    return x.clamp(max=0.0) - log_positive(1.0 + t.double()).float()
 
 
 def square_root(x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import Settings
 from jetrl.training.checkpoint import Background, Checkpoints, Loaded, Snapshot
 from jetrl.training.extras import Learner
+from jetrl.training.host_math import mean
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.trainer import Trainer
 from jetrl.types import FinishReason, StepStats
@@ -373,7 +374,7 @@ def _score(metrics: Mapping[str, float], evaluates: bool) -> float | None:
         return metrics.get("reward/mean")
     # A run with evaluation compares only eval rewards, averaged over tasks.
     means = [value for name, value in metrics.items() if is_eval_mean(name)]
-    return sum(means) / len(means) if means else None
+    return mean(means) if means else None
 
 
 def _flush_lines(run: RunWriter) -> None:

@@ -16,6 +16,7 @@ from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
 from jetrl.settings.sections import EvalSettings, TaskSettings
 from jetrl.tasks import Scorer, Task
+from jetrl.training.host_math import mean, variance
 from jetrl.types import Sample, SamplingParams
 
 _Z = 1.959964  # two-sided 95% quantile of the normal distribution
@@ -103,14 +104,14 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
     solved = [(sum(reward >= threshold for reward in group), len(group)) for group in groups]
     ks = _numbers_of_completions(n)
     return Evaluation(
-        mean=float(rewards.mean()),
+        mean=mean(rewards),
         pass_at_k={k: _pass_at_k(solved, k) for k in ks},
-        response_length=float(np.mean([len(s.completion.token_ids) for s in samples])),
-        clip_ratio=float(np.mean([s.completion.finish_reason == "length" for s in samples])),
+        response_length=mean(len(s.completion.token_ids) for s in samples),
+        clip_ratio=mean(s.completion.finish_reason == "length" for s in samples),
         failures=sum(bool(s.failure) for s in samples),
         samples=tuple(samples),
         interval=_interval(groups),
-        accuracy=float(np.mean(rewards >= 1.0)),
+        accuracy=mean(rewards >= 1.0),
     )
 
 
@@ -119,21 +120,21 @@ def _interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     prompts, rewards = len(groups), np.concatenate(groups)
     if prompts < 2:
         return None
-    mean = float(rewards.mean())
-    means = [np.mean(group) for group in groups]
-    variance = float(np.var(means, ddof=1)) / prompts  # of the mean; prompts are independent
+    center = mean(rewards)
+    means = [mean(group) for group in groups]
+    spread_of_mean = variance(means, ddof=1) / prompts  # of the mean; prompts are independent
     if not np.isin(rewards, (0.0, 1.0)).all():
-        half = _t_value(prompts - 1) * math.sqrt(variance)
-        return (mean - half, mean + half) if variance else None
+        half = _t_value(prompts - 1) * math.sqrt(spread_of_mean)
+        return (center - half, center + half) if spread_of_mean else None
     # Completions of a prompt are correlated, so the effective sample size is smaller.
-    spread = mean * (1 - mean)
+    spread = center * (1 - center)
     draws = float(prompts) if not spread else float(len(rewards))
-    if variance:
-        draws = min(max(spread / variance, prompts), draws)
+    if spread_of_mean:
+        draws = min(max(spread / spread_of_mean, prompts), draws)
     z2 = _Z * _Z / draws
-    center = (mean + z2 / 2) / (1 + z2)
+    middle = (center + z2 / 2) / (1 + z2)
     half = math.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
-    return max(0.0, center - half), min(1.0, center + half)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _t_value(freedom: int) -> float:
@@ -144,7 +145,7 @@ def _t_value(freedom: int) -> float:
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if _t_inside(middle, freedom) > 0.95 else (middle, high)
-    return high
+    return round(high, 9)  # without the last bits of the C library
 
 
 def _t_inside(t: float, freedom: int) -> float:
@@ -178,14 +179,14 @@ def _majorities(
                 first = next((i for i in given if votes[i] == best), None)
                 reward = None if first is None else samples[first].score.reward
                 solved.append(reward is not None and reward >= threshold)
-        majorities[k] = float(np.mean(solved))
+        majorities[k] = mean(solved)
     return majorities
 
 
 def _pass_at_k(solved: Sequence[tuple[int, int]], k: int) -> float:
     """Return mean pass@k from (solved, scored) counts per prompt."""
     counts = [(c, n, min(k, n)) for c, n in solved]
-    return float(np.mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n, k in counts]))
+    return mean(1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n, k in counts)
 
 
 def evaluate_model(

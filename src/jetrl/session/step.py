@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from jetrl.session.open import WARNING, open_context
 from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
+from jetrl.training.host_math import mean, variance
 from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Completion, Sample, SamplingParams
 
@@ -151,10 +152,10 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     rewards = np.array([sample.score.reward for sample in judged], dtype=np.float64)
     metrics: dict[str, float] = {}
     if judged:
-        metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        metrics = {"reward/mean": mean(rewards), "reward/std": math.sqrt(variance(rewards))}
     if compares_group:
         groups = _groups(samples)
-        metrics["reward/zero_std_groups"] = _mean(not _has_signal(group) for group in groups)
+        metrics["reward/zero_std_groups"] = mean(not _has_signal(group) for group in groups)
     if left_out := len(samples) - len(judged):
         metrics["reward/left_out"] = float(left_out)
     metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
@@ -163,25 +164,21 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     for sample in samples:
         for part, value in sample.score.parts.items():
             parts.setdefault(part_metric(part), []).append(value)
-    metrics |= {name: _mean(values) for name, values in parts.items()}
+    metrics |= {name: mean(values) for name, values in parts.items()}
     for name, members, numbers in (
         ("reward", judged, rewards),
         ("response_length", samples, lengths),
     ):
         tasks = np.array([sample.prompt.task for sample in members])
         for task in dict.fromkeys(filter(None, tasks.tolist())):
-            metrics[task_metric(name, task)] = float(numbers[tasks == task].mean())
-    metrics["response_length/mean"] = float(lengths.mean())
+            metrics[task_metric(name, task)] = mean(numbers[tasks == task])
+    metrics["response_length/mean"] = mean(lengths)
     if any(completion.turns for completion in completions):  # multi-turn
-        metrics["response_length/turns"] = _mean(len(c.turns) for c in completions)
-        metrics["response_length/sampled"] = _mean(c.num_sampled for c in completions)
+        metrics["response_length/turns"] = mean(len(c.turns) for c in completions)
+        metrics["response_length/sampled"] = mean(c.num_sampled for c in completions)
         metrics["reward/unusable_replies"] = float(sum(c.unusable_reply for c in completions))
     is_cut = (completion.finish_reason == "length" for completion in completions)
-    return metrics | {"response_length/clip_ratio": _mean(is_cut)}
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
+    return metrics | {"response_length/clip_ratio": mean(is_cut)}
 
 
 def throughput_metrics(

@@ -7,17 +7,20 @@
     gae            temporal differences against a critic, normalized             PPO
 
 An estimator is a function of `StepRewards` and its settings, computed in float64 and rounded once.
+Sums, means and variances are those of `host_math`, rewards to go are summed from the last token.
 If all rewards of a group are equal, its advantages are exactly 0, without rounding error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jetrl.errors import UserError
+from jetrl.training.host_math import exact_sum, mean, variance
 
 MOST_REWARD = float(np.finfo(np.float32).max)  # larger values overflow when squared in float64
 STD_EPS = 1e-6  # as in verl; TRL uses 1e-4
@@ -49,7 +52,7 @@ class StepRewards:
     @property
     def scores(self) -> np.ndarray:
         """Return each reward minus the sum of its penalties, float64 [S]."""
-        return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
+        return self.rewards - np.array([exact_sum(penalty) for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
         """Return per-sample values [S] expanded to tokens: float32 [n] per sample."""
@@ -80,7 +83,7 @@ def leave_one_out(step: StepRewards) -> Advantages:
         count = len(members)
         # A group of one has no baseline.
         if count > 1 and not _constant(reward):
-            advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
+            advantage_S[members] = (reward - mean(reward)) * (count / (count - 1))
     return Advantages(step.at_tokens(advantage_S))
 
 
@@ -157,9 +160,9 @@ def _in_groups(
         # Exactly 0, without the rounding error of a mean.
         if _constant(reward):
             continue
-        advantage = reward - reward.mean()
+        advantage = reward - mean(reward)
         if normalize_std:
-            advantage = advantage / (reward.std(ddof=1) + STD_EPS)
+            advantage = advantage / (math.sqrt(variance(reward, ddof=1)) + STD_EPS)
         advantage_N[members] = advantage
     return advantage_N
 
@@ -216,9 +219,9 @@ def _normalized(values: Sequence[np.ndarray], judged: np.ndarray) -> list[np.nda
     # Equal values carry no signal, and a single value has no variance.
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]
-    scale = 1.0 / np.sqrt(everything.var(ddof=1) + _VARIANCE_EPS)
-    mean = everything.mean()
+    scale = 1.0 / math.sqrt(variance(everything, ddof=1) + _VARIANCE_EPS)
+    center = mean(everything)
     return [
-        ((part - mean) * scale if known else np.zeros(len(part))).astype(np.float32)
+        ((part - center) * scale if known else np.zeros(len(part))).astype(np.float32)
         for part, known in zip(values, judged, strict=True)
     ]

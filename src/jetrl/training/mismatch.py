@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jetrl.errors import MismatchError
+from jetrl.training.host_math import exp, expm1, log, mean
+from jetrl.training.loss_math import total
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch, Sample
 
@@ -87,17 +89,17 @@ def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, floa
         return {
             "mismatch/num_tokens": float(len(d)),
             "mismatch/num_different": float(np.count_nonzero(~same)),
-            "mismatch/mean_abs_logprob_diff": float(np.abs(d).mean()),
+            "mismatch/mean_abs_logprob_diff": mean(np.abs(d)),
             "mismatch/max_abs_logprob_diff": float(np.abs(d).max()),
-            "mismatch/k3_kl": float((np.expm1(d) - d).mean()),
-            "mismatch/token_mult_prob_error": float(np.exp(np.abs(d)).mean()),
+            "mismatch/k3_kl": mean(expm1(d) - d),
+            "mismatch/token_mult_prob_error": mean(exp(np.abs(d))),
         }
 
 
 def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
     """Return float64 sums for `surprise_z`; moments float32 [2, N] are entropy and variance."""
     entropy, variance = moments.double()
-    return {EXCESS: -(logprobs.detach() + entropy).sum(), VARIANCE: variance.sum()}
+    return {EXCESS: -total(logprobs.detach() + entropy), VARIANCE: total(variance)}
 
 
 def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
@@ -123,7 +125,7 @@ def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     if not (math.isfinite(excess) and 0 < variance < math.inf):
         return {}
     # Bound b of one token's excess, for the sign of S.
-    largest = 41 * math.log(2) if excess > 0 else math.log(vocab_size)
+    largest = 41 * log(2) if excess > 0 else log(vocab_size)
     return {"sampling/surprise_z": excess / math.sqrt(variance + largest * abs(excess) / 3)}
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings import algorithms
+from jetrl.training import loss_math
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.micro_batches import MicroBatchLoss
 from jetrl.untrusted import USERS_ERRORS, check_trusted
@@ -54,7 +55,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     An infinite ratio would produce a NaN gradient even if the loss ignores it, for example behind a
     clip.
     """
-    return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
+    return loss_math.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,11 @@ class Tokens:
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Return, at each token, the sum of float32 [N] values over its sequence: [N]."""
-        return self._spread(torch.segment_reduce(values, "sum", lengths=self.lengths))
+        return loss_math.sequence_sum(values, self.lengths)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return, at each token, the mean of float32 [N] values over its sequence: [N]."""
-        sums = torch.segment_reduce(values, "sum", lengths=self.lengths)
-        return self._spread(sums / self.lengths)
-
-    def _spread(self, per_sequence: Tensor) -> Tensor:
-        return per_sequence.repeat_interleave(self.lengths, output_size=len(self.trainer_logprobs))
+        return loss_math.sequence_mean(values, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -250,7 +247,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(d) - d - 1 with d = log ref - log p: unbiased and never negative."""
     difference = ref_logprobs - logprobs
-    return torch.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
+    return loss_math.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -331,25 +328,25 @@ class Objective:
         # Per-token loss, times the correction's weight.
         token_loss = self.token_loss(tokens)
         loss = token_loss.loss
-        metrics = {"policy/clip_fraction": token_loss.clipped.double().sum() * share}
+        metrics = {"policy/clip_fraction": loss_math.total(token_loss.clipped) * share}
         peaks = {}
         if self.correction is not None:
             weights, touched, ratio = self.correction(tokens, rollout_logprobs)
             loss = loss * weights
-            metrics["correction/weight_mean"] = weights.double().sum() * share
-            metrics["correction/touched_fraction"] = touched.double().sum() * share
+            metrics["correction/weight_mean"] = loss_math.total(weights) * share
+            metrics["correction/touched_fraction"] = loss_math.total(touched) * share
             peaks["correction/weight_max"] = weights.double().max()
             peaks["correction/ratio_max"] = ratio.double().max()
         if ref_logprobs is not None:
             with torch.no_grad():
                 # Measured whenever there is a reference, even if the KL is not in the loss.
                 measured = k3(tokens.trainer_logprobs, ref_logprobs)
-            metrics["policy/kl_ref"] = measured.double().sum() * share
+            metrics["policy/kl_ref"] = loss_math.total(measured) * share
             if self.settings.kl and not self.kl_in_reward:
                 loss = loss + self.penalty(tokens.trainer_logprobs, ref_logprobs)
         # Weights refer to the whole update: micro-batch shares are summed.
         weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
-        return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
+        return MicroBatchLoss(loss_math.loss_sum(loss * weights), metrics, peaks)
 
 
 def _check_own_options(name: str, own: Mapping[str, Any], algorithm: algorithms.Algorithm) -> None:

@@ -22,6 +22,7 @@ from jetrl.models.policy import Policy
 from jetrl.settings.loading import Settings
 from jetrl.training import packing
 from jetrl.training.advantages import Advantages, StepRewards, check_rewards, overlong_penalties
+from jetrl.training.host_math import exact_sum, mean, variance
 from jetrl.training.micro_batches import (
     MicroBatch,
     MicroBatchSize,
@@ -141,12 +142,12 @@ class Preparation:
             lengths = np.array([len(sample.completion.token_ids) for sample in samples])
             overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
             reward_S = reward_S - overlong
-            metrics["reward/overlong_penalty"] = float(overlong.mean())
+            metrics["reward/overlong_penalty"] = mean(overlong)
         batches = [micro.batch for micro in micro_batches]
         of_batches = [self._penalty(micro) for micro in micro_batches]
         penalties = packing.by_sample(batches, of_batches, len(samples))
         if objective.kl_in_reward:
-            metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
+            metrics["reward/kl_penalty"] = mean(map(exact_sum, penalties))
         # Regroup packed values by sample for the advantage estimator.
         values = [m.values.cpu().numpy() for m in micro_batches if m.values is not None]
         by_token = packing.by_sample(batches, values, len(samples)) if values else None
@@ -176,10 +177,10 @@ def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -
     The last is 1 - var(returns - values) / var(returns), or 0 if all returns are equal.
     """
     value_N, return_N = np.concatenate(values), np.concatenate(returns)
-    variance = float(np.var(return_N, dtype=np.float64))
-    unexplained = float(np.var(return_N - value_N, dtype=np.float64))
+    spread = variance(return_N)
+    unexplained = variance(return_N - value_N)
     return {
-        "critic/value_mean": float(value_N.mean(dtype=np.float64)),
-        "critic/return_mean": float(return_N.mean(dtype=np.float64)),
-        "critic/explained_variance": 1.0 - unexplained / variance if variance else 0.0,
+        "critic/value_mean": mean(value_N),
+        "critic/return_mean": mean(return_N),
+        "critic/explained_variance": 1.0 - unexplained / spread if spread else 0.0,
     }

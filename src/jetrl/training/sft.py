@@ -18,6 +18,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.training.guard import Guard
+from jetrl.training.loss_math import log_sigmoid, loss_sum, total
 from jetrl.training.micro_batches import (
     MicroBatch,
     MicroBatchLoss,
@@ -89,7 +90,7 @@ def _loss(
     logprobs, _ = batch_logprobs(
         policy, micro.batch, activation_checkpointing=activation_checkpointing
     )
-    return MicroBatchLoss(-logprobs.sum() / minibatch.num_tokens)
+    return MicroBatchLoss(-loss_sum(logprobs) / minibatch.num_tokens)
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -144,9 +145,9 @@ class RewardTrainer(_Supervised):
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
         # Accuracy and margin over all pairs, as scored before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
-        margin = torch.cat(accumulated.all_outputs()).double()
-        accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
-        accumulated.metrics["reward_model/margin"] = margin.mean()
+        margin = torch.cat(accumulated.all_outputs())
+        accumulated.metrics["reward_model/accuracy"] = total(margin > 0) / len(margin)
+        accumulated.metrics["reward_model/margin"] = total(margin) / len(margin)
         stats = self._update.finish(accumulated)
         metrics = self._common(stats)
         if not stats.applied:
@@ -171,4 +172,4 @@ def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
 
     The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
     """
-    return -torch.nn.functional.logsigmoid(better - worse).sum() / num_pairs
+    return -loss_sum(log_sigmoid(better - worse)) / num_pairs

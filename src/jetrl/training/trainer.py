@@ -30,7 +30,7 @@ from jetrl.models.model import Model
 from jetrl.models.packed import upload
 from jetrl.models.policy import Policy
 from jetrl.settings.loading import Settings
-from jetrl.training import mismatch
+from jetrl.training import loss_math, mismatch
 from jetrl.training.extras import Extra
 from jetrl.training.guard import Guard
 from jetrl.training.micro_batches import (
@@ -212,8 +212,8 @@ class Trainer:
             objective = extra.objective(objective)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         metrics = {
-            "policy/entropy": moments[0].double().sum() / size.tokens,
-            "policy/active_fraction": (advantages != 0).double().sum() / size.tokens,
+            "policy/entropy": loss_math.total(moments[0]) / size.tokens,
+            "policy/active_fraction": loss_math.total(advantages != 0) / size.tokens,
             **loss.metrics,
         }
         if self._all_draws and micro.before is None:  # weights are still the sampler's

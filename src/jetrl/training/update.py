@@ -28,6 +28,7 @@ from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import Attempt, explained, raise_on_all_ranks, release
 from jetrl.models.model import Model
 from jetrl.training.guard import Guard, NonFiniteUpdate
+from jetrl.training.host_math import mean
 from jetrl.training.micro_batches import MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import ADVICE, Optimizer
 
@@ -229,4 +230,4 @@ def _added(
 def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each value over the records, which share their keys; {} if empty."""
     names = records[0] if records else {}
-    return {name: sum(record[name] for record in records) / len(records) for name in names}
+    return {name: mean(record[name] for record in records) for name in names}

@@ -31,6 +31,7 @@ from jetrl.models.source import ModelSource
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.presets import BF16_PRESET
 from jetrl.training.extras import Extra
+from jetrl.training.host_math import exact_sum, exp, mean
 from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs
 from jetrl.training.packing import targets
 
@@ -121,14 +122,14 @@ class ClipCalibration(Extra):
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
         advantages = np.concatenate([b.advantages[targets(b)] for b in batches])
-        fp8_ratios = np.exp(trainer - rollout)
-        bf16_ratios = np.exp(np.concatenate(logprobs_after) - np.concatenate(before))
-        target = calibrated(fp8_ratios, bf16_ratios, advantages, np.exp(rollout), self._reference)
+        fp8_ratios = exp(trainer - rollout)
+        bf16_ratios = exp(np.concatenate(logprobs_after) - np.concatenate(before))
+        target = calibrated(fp8_ratios, bf16_ratios, advantages, exp(rollout), self._reference)
         if target is not None:
             self.bounds = moved(self.bounds, target)
         low, negative = self._reference.low, advantages < 0
         over = (fp8_ratios <= low) & (bf16_ratios > low)
-        return float(over[negative].mean()) if negative.any() else 0.0
+        return mean(over[negative]) if negative.any() else 0.0
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
         """Return a minibatch's log-probs with BF16 weights, float32 [N] per micro-batch."""
@@ -171,7 +172,7 @@ def calibrated(
     if not negative.any() or not (advantages > 0).any():
         return None
     # Lower bound: find the FP8 bound that clips the same fraction as `reference` does in BF16.
-    share = float((bf16[negative] <= reference.low).mean())
+    share = mean(bf16[negative] <= reference.low)
     cut = np.sort(fp8[negative])
     # Take the largest bound that does not clip a larger fraction.
     first_kept = cut[min(round(share * len(cut)), len(cut) - 1)]
@@ -195,6 +196,6 @@ def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
     """Return the ratio of upward to downward push over unclipped tokens."""
     terms = ratios * weight
-    up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())
-    down = float(terms[(weight < 0) & (ratios > bounds.low)].sum())
+    up = exact_sum(terms[(weight > 0) & (ratios < bounds.high)])
+    down = exact_sum(terms[(weight < 0) & (ratios > bounds.low)])
     return abs(up) / max(abs(down), np.finfo(np.float64).tiny)

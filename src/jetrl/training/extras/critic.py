@@ -17,6 +17,7 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.training.extras import Learner
 from jetrl.training.guard import Guard
+from jetrl.training.loss_math import loss_sum, total
 from jetrl.training.micro_batches import MicroBatch, MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
@@ -127,4 +128,4 @@ def value_loss(
         clipped_squares = (clipped_values - returns).square()
         clipped = clipped_squares > squares
         squares = torch.maximum(squares, clipped_squares)
-    return 0.5 * squares.sum() / num_update_tokens, clipped.double().sum() / num_update_tokens
+    return 0.5 * loss_sum(squares) / num_update_tokens, total(clipped) / num_update_tokens
