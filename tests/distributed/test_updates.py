@@ -35,7 +35,7 @@ def _train(
     training = {"updates_per_step": updates, "optimizer_states": states, "lr": 1e-3}
     settings = Settings.model_validate(
         {
-            "precision": {"preset": preset, **options},
+            "precision": {"preset": preset},
             "train": {"tokens_per_micro_batch": 45, "warmup_steps": 0, **training},
             "sft": {"steps": 2, "lr": 1e-3},
             "rollout": {"prompts_per_step": 5, "samples_per_prompt": 2, "max_tokens": 64},
@@ -63,7 +63,7 @@ def _train(
     [
         ("unified", True, "compact", 1, {}, (2, 3, 4)),
         ("unified", False, "compact", 2, {"grad_output": "bf16"}, (2,)),
-        ("int8", False, "compact", 1, {}, (3,)),
+        ("int8", True, "compact", 1, {"lm_head": "int8x2"}, (3,)),
         ("bf16", True, "fp32", 1, {}, (3,)),
         ("mixed", False, "compact", 2, {"lm_head": "fp8"}, (2,)),
     ],

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -115,6 +116,7 @@ def _head_rows(policy: Policy, token_ids: Tensor) -> Tensor:
     if isinstance(weight, QTensor):
         codes = weight.codes.view(torch.uint8)[token_ids].view(weight.codes.dtype)
         rows, columns = weight.block
-        return dequantize(QTensor(codes, weight.scales[token_ids // rows], (1, columns)))
+        scales = weight.scales[token_ids // rows]
+        return dequantize(replace(weight, codes=codes, scales=scales, block=(1, columns)))
     assert isinstance(weight, Tensor), "an output head is never NVFP4"
     return weight.detach()[token_ids]

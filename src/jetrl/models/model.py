@@ -30,7 +30,7 @@ from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import BACKENDS, backend_for
-from jetrl.precision.formats import key_and_value_formats
+from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -305,6 +305,8 @@ def check_device(
     formats = set(key_and_value_formats(plan.kv))
     for layer in range(config.num_layers):
         formats.update(plan.linear_formats(layer, config.num_layers).values())
+    if config.head == "lm":
+        formats.add(number_format(plan.lm_head))
     backend.check_formats({format.words: format.dtype for format in formats})
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -21,6 +21,7 @@ from jetrl.models.attention import KeyValues
 from jetrl.models.decoder import without_adapters
 from jetrl.models.model import Model
 from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upload
+from jetrl.models.planes_head import PlanesHead, head_logprobs
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import BF16, number_format
 from jetrl.types import SamplingParams
@@ -110,6 +111,10 @@ class Policy(Model):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
         head = self.decoder.lm_head
+        if isinstance(head, PlanesHead):
+            return head_logprobs(
+                hidden, chosen, temperature, head, lambda x: self.decoder.logits(x, "train")
+            )
         kernels = kernels_of(hidden) if number_format(self.plan.lm_head) is BF16 else None
         if kernels is not None and self.decoder.trace is None:
             weight = head.operand("train")

@@ -30,6 +30,7 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
+from jetrl.models.planes_head import PlanesHead
 from jetrl.models.source import ModelSource
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
@@ -199,7 +200,8 @@ class Weights:
         if not weight.fixed:
             self.gradients.in_chunks.append(weight.master)
             self.gradients.expected.append((weight.master, torch.float32))
-        head = Linear(weight, None, self.plan, torch.float32, self.gradients)
+        kind = PlanesHead if any(f.two_planes for f in formats.values()) else Linear
+        head = kind(weight, None, self.plan, torch.float32, self.gradients)
         head.name = "lm_head"
         return head
 

@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.int8 import (
@@ -35,6 +36,7 @@ from jetrl.precision.quantize import (
     FORMATS,
     FP8_BLOCK,
     INT8_CODES,
+    ROTATION,
     CodeFormat,
     FP8Format,
     QTensor,
@@ -77,6 +79,8 @@ class Format:
         has_rule: Whether `PrecisionPlan.scales` sets the format of scales.
         reads_masters: Whether forwards read the master weights.
         frozen: Whether the format is only for frozen weights.
+        two_planes: Whether the format is only for lm_head, with hidden rows in two INT8 planes
+            (`precision.int8_planes`).
     """
 
     name: str
@@ -90,6 +94,7 @@ class Format:
     has_rule: ClassVar[bool] = False
     reads_masters: ClassVar[bool] = False
     frozen: ClassVar[bool] = False
+    two_planes: ClassVar[bool] = False
 
     def operand(self, stored: StoredWeight) -> StoredWeight:
         """Return a stored weight as an operand of products; studies override this."""
@@ -101,6 +106,10 @@ class Format:
 
     def described_linear(self, scales: ScaleRule) -> str:
         """Return the format of a linear layer in words, scales included."""
+        return self.described(scales)
+
+    def described_head(self, scales: ScaleRule) -> str:
+        """Return the format of lm_head in words, scales included."""
         return self.described(scales)
 
     def head_bytes(self, head_dim: int) -> int:
@@ -247,6 +256,26 @@ class _INT8(_Codes):
         return fp8_matmul(rows, int8_squares_turned(weight))  # an FP8 backward
 
 
+class _INT8TwoPlanes(_INT8):
+    """lm_head: an INT8 weight, and hidden rows in two INT8 planes (`precision.int8_planes`).
+
+    Its dtype is that of a value in two planes. The vocabulary may have any size.
+    """
+
+    two_planes = True
+
+    def described_head(self, scales: ScaleRule) -> str:
+        return "INT8, rotated, one scale per row; hidden rows in two INT8 planes"
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> QTensor:
+        if weight.shape[-1] % ROTATION:
+            raise UserError(
+                f"precision.lm_head = {self.name} needs a hidden size that is a multiple of "
+                f"{ROTATION}, not {weight.shape[-1]}; use precision.preset=bf16"
+            )
+        return super().round(weight, scales, into)
+
+
 class _NVFP4(Format):
     """4-bit weights that are not trained, next to BF16 values."""
 
@@ -285,8 +314,9 @@ FP32 = _FP32("fp32", "FP32", torch.float32)
 BF16 = Format("bf16", "BF16", torch.bfloat16)
 FP8 = _FP8("fp8", "FP8", _E4M3, "e4m3", _HALF_GROUP)
 INT8 = _INT8("int8", "INT8", _INT8_DTYPE, INT8_CODES, _HALF_GROUP)
+INT8_TWO_PLANES = _INT8TwoPlanes("int8x2", "INT8 in two planes", torch.int16, INT8_CODES)
 NVFP4 = _NVFP4("nvfp4", "NVFP4", torch.uint8, multiple=FP8_BLOCK)
-_ALL = (FP32, BF16, FP8, INT8, NVFP4)
+_ALL = (FP32, BF16, FP8, INT8, INT8_TWO_PLANES, NVFP4)
 _BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
 
 

@@ -90,7 +90,7 @@ class PrecisionPlan:
     train_linear: presets.Format
     kv: presets.KVFormat
     rest: presets.Format
-    lm_head: presets.Format
+    lm_head: presets.HeadFormat
     grad_output: presets.GradFormat = "e4m3"
     scales: presets.ScaleRule = presets.DEFAULT_SCALES
     first_layers_bf16: NonNegative = 0
@@ -118,6 +118,11 @@ class PrecisionPlan:
                 "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
         if trained is not INT8:
+            if number_format(self.lm_head).two_planes:
+                raise UserError(
+                    f"precision.lm_head = {self.lm_head} needs INT8 linear layers: use "
+                    "precision.preset = int8"
+                )
             if self.gradient.integer:
                 raise UserError("precision.grad_output = int8 needs precision.preset = int8")
             return
@@ -343,7 +348,7 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
     rows += [
         ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
         ("embeddings, norms, residual", number_format(plan.rest).described(plan.scales)),
-        ("lm_head, both sides", number_format(plan.lm_head).described(plan.scales)),
+        ("lm_head, both sides", number_format(plan.lm_head).described_head(plan.scales)),
         ("master weights", "FP32"),
     ]
     if plan.wgrad_input != "128x128":

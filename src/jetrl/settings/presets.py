@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
+HeadFormat = Literal[Format, "int8x2"]  # lm_head; int8x2: hidden rows in two INT8 planes
 LinearFormat = Literal[Format, "nvfp4"]  # of a linear layer; NVFP4 is for frozen base weights
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
@@ -27,7 +28,7 @@ class PresetFormats(NamedTuple):
     train_linear: Format
     kv: KVFormat
     rest: Format
-    lm_head: Format
+    lm_head: HeadFormat
     grad_output: GradFormat = "e4m3"
     bf16_rounding: BF16Rounding = "nearest"
     key_smoothing: bool = False

@@ -1,0 +1,119 @@
+"""The output head in `int8x2`: logits of integer products, and log-probs with their gradient.
+
+Forward keeps only hidden rows; backward computes logits again. Rows are split into chunks of
+`rows_per_chunk`, from the first on. Backward adds the product of each chunk to the head's FP32
+gradient in this order.
+
+Legend: R hidden rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.logprob import chosen_logprobs_ref, logits_gradient_ref
+from jetrl.precision.backend import backend_of
+from jetrl.precision.formats import GEMMInput
+from jetrl.precision.int8_planes import (
+    add_planes_wgrad,
+    planes_dgrad,
+    planes_fprop,
+    planes_of_hidden,
+    rows_per_chunk,
+)
+from jetrl.precision.linear import Linear
+from jetrl.precision.plan import Side
+from jetrl.precision.quantize import QTensor
+
+
+class PlanesHead(Linear):
+    """A head that multiplies hidden rows in two INT8 planes by an INT8 weight [V, D].
+
+    `forward` has no gradient: training calls `head_logprobs`.
+    """
+
+    def codes(self, side: Side) -> QTensor:
+        """Return the weight's codes on one side."""
+        weight = self.operand(side)
+        assert isinstance(weight, QTensor), "the weight is INT8 codes"
+        return weight
+
+    @torch.no_grad()
+    def forward(self, x: GEMMInput, side: Side) -> Tensor:
+        """Return the logits, float32 [R, V], of hidden rows, bfloat16 [R, D]."""
+        assert isinstance(x, Tensor), "a head reads the final norm's output"
+        return planes_fprop(planes_of_hidden(x), self.codes(side))
+
+
+def head_logprobs(
+    hidden: Tensor,
+    chosen: Tensor,
+    temperature: float,
+    head: PlanesHead,
+    logits: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of chosen tokens, float32 [R], differentiable, and moments, float32 [2, R].
+
+    Args:
+        hidden: Decoder output, bfloat16 [R, D].
+        chosen: int64 [R].
+        logits: Returns the head's logits, float32 [n, V], of some hidden rows.
+    """
+    per_row = torch.full((len(chosen), 1), temperature, device=hidden.device)
+    found: tuple[Tensor, Tensor] = _HeadLogprobs.apply(
+        hidden, head.weight, chosen, per_row, head, logits
+    )
+    return found
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Log-probs from hidden rows; the master weight is an input only for its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        master: Tensor,
+        chosen: Tensor,
+        temperature: Tensor,
+        head: PlanesHead,
+        logits: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, chosen, temperature)
+        ctx.head, ctx.master = head, master
+        # A row's bits do not depend on the others, so memory may choose the rows at once.
+        size = max(1, backend_of(hidden).logits_at_once // len(head.codes("train").codes))
+        parts = [
+            chosen_logprobs_ref(logits(rows), ids, divisors)
+            for rows, ids, divisors in zip(
+                hidden.split(size), chosen.split(size), temperature.split(size), strict=True
+            )
+        ]
+        logprobs, moments = (torch.cat(list(x), -1) for x in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(moments)
+        return logprobs, moments
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, chosen, temperature = ctx.saved_tensors
+        weight = ctx.head.codes("train")
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        total = returned = None
+        if ctx.needs_input_grad[1]:
+            total, returned = ctx.head.gradients.buffer(ctx.master)
+        size = rows_per_chunk(len(weight.codes))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            x = planes_of_hidden(hidden[rows])
+            dlogits = logits_gradient_ref(
+                planes_fprop(x, weight), chosen[rows], temperature[rows], grads[0][rows]
+            )
+            if dhidden is not None:
+                dhidden[rows] = planes_dgrad(dlogits, weight)
+            if total is not None:
+                add_planes_wgrad(total, dlogits, x)
+        return dhidden, returned, None, None, None, None

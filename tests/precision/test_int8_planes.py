@@ -1,0 +1,264 @@
+"""The `int8x2` head: bits against NumPy, errors against float64, and models that train with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.training import loss_numpy as bits
+from tests.training.loss_numpy import F32
+from tests.training.shared import config
+
+from jetrl.errors import UserError
+from jetrl.models.draft_head import DraftHead
+from jetrl.models.model import check_device
+from jetrl.models.planes_head import PlanesHead
+from jetrl.models.policy import Policy
+from jetrl.precision import int8_planes
+from jetrl.precision.int8 import int8_rows
+from jetrl.precision.int8_planes import (
+    add_planes_wgrad,
+    planes,
+    planes_dgrad,
+    planes_fprop,
+    planes_of_hidden,
+    rows_per_chunk,
+)
+from jetrl.precision.plan import PrecisionPlan, plan_table
+from jetrl.precision.quantize import QTensor, dequantize
+from jetrl.session.parity import measure
+
+PLAN = PrecisionPlan.preset("int8").replace(lm_head="int8x2")
+
+
+def random(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Blocks of 64 along rows times the Hadamard matrix, by sums of pairs, over 8."""
+    y = x.reshape(len(x), -1, 64)
+    for _ in range(6):
+        even, odd = y[..., ::2], y[..., 1::2]
+        y = np.concatenate([even + odd, even - odd], -1)
+    return y.reshape(x.shape) * F32(0.125)
+
+
+def integers(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integers of 15 bits and scales of rows."""
+    a = np.maximum(np.abs(x).max(-1, keepdims=True), F32(2.0**-100))
+    codes = np.rint(np.clip(x * (F32(32512) / a), F32(-32512), F32(32512)))
+    return codes.astype(np.int64), a / F32(32512)
+
+
+def split(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two planes, which must be INT8."""
+    high = (codes + 128) >> 8
+    low = codes - 256 * high
+    assert np.abs(high).max() <= 127
+    assert low.min() >= -128
+    assert low.max() <= 127
+    return high, low
+
+
+def int32_sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    sums = a @ b
+    assert np.abs(sums).max() < 2**31
+    return sums
+
+
+def two_products(codes: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """256 * high @ weight + low @ weight, rounded once to float32."""
+    high, low = split(codes)
+    return (256 * int32_sums(high, weight) + int32_sums(low, weight)).astype(np.float32)
+
+
+def fprop(x: np.ndarray, w: QTensor) -> np.ndarray:
+    codes, scales = integers(rotated(x))
+    sums = two_products(codes, w.codes.numpy().T.astype(np.int64))
+    return sums * scales * w.scales.numpy().T
+
+
+def dgrad(dy: np.ndarray, w: QTensor) -> np.ndarray:
+    codes, scales = integers(dy * w.scales.numpy().T)
+    return rotated(two_products(codes, w.codes.numpy().astype(np.int64)) * scales)
+
+
+def wgrad(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The product of one chunk."""
+    x_codes, x_scales = integers(rotated(x))
+    codes, scales = integers((dy * x_scales).T.copy())
+    (high, low), (x_high, x_low) = split(codes), split(x_codes)
+    middle = int32_sums(high, x_low) + int32_sums(low, x_high)
+    assert np.abs(middle).max() < 2**31
+    sums = 65536 * int32_sums(high, x_high) + 256 * middle
+    return rotated(sums.astype(np.float32) * scales)
+
+
+def equal_bits(found: torch.Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.detach().numpy().view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("rows, hidden, vocabulary", [(1, 64, 5), (37, 192, 333), (65, 128, 64)])
+def test_products_have_the_bits_of_the_definition(rows: int, hidden: int, vocabulary: int) -> None:
+    x, w = random(rows, hidden).bfloat16(), int8_rows(random(vocabulary, hidden, seed=1))
+    x[:, 3] *= 50  # an outlier channel
+    values = x.float().numpy()
+    equal_bits(planes_fprop(planes_of_hidden(x), w), fprop(values, w))
+    dy = random(rows, vocabulary, seed=2, spread=1e-6)
+    dy[0] = 0
+    dx = torch.from_numpy(dgrad(dy.numpy(), w)).bfloat16()
+    assert torch.equal(planes_dgrad(dy, w).view(torch.int16), dx.view(torch.int16))
+    total = random(vocabulary, hidden, seed=3, spread=1e-6)
+    expected = total.numpy() + wgrad(dy.numpy(), values)
+    add_planes_wgrad(total, dy, planes_of_hidden(x))
+    equal_bits(total, expected)
+
+
+def test_pieces_and_largest_codes_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.full((3, 64), -7.5).bfloat16(), int8_rows(random(300, 64))
+    dy = torch.full((3, 300), 2.0)
+    whole = planes_fprop(planes_of_hidden(x), w), planes_dgrad(dy, w), torch.zeros(300, 64)
+    add_planes_wgrad(whole[2], dy, planes_of_hidden(x))
+    assert int(planes(dy).high.max()) == 127
+    monkeypatch.setattr(int8_planes, "_PIECE", 64)
+    parts = planes_fprop(planes_of_hidden(x), w), planes_dgrad(dy, w), torch.zeros(300, 64)
+    add_planes_wgrad(parts[2], dy, planes_of_hidden(x))
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert torch.equal(dgrad_as_bf16(dy, w), whole[1])
+
+
+def dgrad_as_bf16(dy: torch.Tensor, w: QTensor) -> torch.Tensor:
+    return torch.from_numpy(dgrad(dy.numpy(), w)).bfloat16()
+
+
+def test_zero_tiny_and_not_finite_rows() -> None:
+    x = torch.zeros(5, 64)
+    x[1] = 2.0**-120
+    x[2, 1], x[3, 1] = torch.inf, torch.nan
+    x[4, 1] = 1e36
+    w = int8_rows(random(7, 64))
+    y = planes_fprop(planes(x), w)
+    assert (y[0] == 0).all()
+    assert (y[1] == 0).all()  # below 2**-100 / 65024, half of the smallest code
+    assert y[2].isnan().all()
+    assert y[3].isnan().all()
+    assert y[4].isfinite().all()
+
+
+def test_chunks_depend_on_the_vocabulary_only() -> None:
+    sizes = [rows_per_chunk(v) for v in (11, 2048, 49152, 151936, 2**24)]
+    assert sizes == [65536, 65536, 2688, 832, 64]
+
+
+def relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_errors_of_gradients(outliers: bool) -> None:
+    """WGrad has a smaller error than BF16's product, DGrad the error of the weight's codes."""
+    x, master = random(256, 256, spread=2.0).bfloat16(), random(2000, 256, seed=1, spread=0.05)
+    if outliers:
+        x[:, 5] *= 30
+        master[100:200] *= 8
+    logits = x.float() @ master.T
+    chosen = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(2))
+    dy = logits.softmax(-1).scatter_add(1, chosen, -torch.ones(256, 1)) * random(256, 1, seed=3)
+    w = int8_rows(master)
+    dw = torch.zeros(2000, 256)
+    add_planes_wgrad(dw, dy, planes_of_hidden(x))
+    true = dy.double().mT @ x.double()
+    of_bf16 = (dy.bfloat16().double().mT @ x.double()).float()
+    assert relative(dw, true) < relative(of_bf16, true)
+    assert relative(planes_fprop(planes_of_hidden(x), w), x.double() @ master.double().T) < 0.01
+    dx = planes_dgrad(dy, w)
+    # Codes of W round by at most half of a step; the gradient is of the weight that forward reads.
+    assert relative(dx, dy.double() @ master.double()) < 0.015
+    assert relative(dx, dy.double() @ dequantize(w).double()) < 0.005
+
+
+def policy(tied: bool = True, seed: int = 0, **changes: Any) -> Policy:
+    sizes = {"vocab_size": 75, "initializer_range": 0.1, "tie_word_embeddings": tied} | changes
+    return Policy.from_config(config(**sizes), PLAN, seed=seed)
+
+
+def test_sampler_and_trainer_agree_and_the_plan_says_what_it_is() -> None:
+    made = policy(num_hidden_layers=2)
+    assert PLAN.exact
+    assert ("lm_head, both sides", "INT8, rotated, one scale per row; hidden rows in two INT8 "
+            "planes") in plan_table(PLAN)  # fmt: skip
+    assert measure(made, num_prompts=3, samples=2, max_tokens=12).different == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_log_probs_and_gradients_of_a_policy(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, chunk: int
+) -> None:
+    monkeypatch.setattr(int8_planes, "_CHUNK_LOGITS", 75 * chunk)
+    made = policy(tied)
+    head = made.decoder.lm_head
+    assert isinstance(head, PlanesHead)
+    hidden = random(150, 128, seed=4).bfloat16().requires_grad_()
+    chosen = torch.arange(150) % 75
+    logprobs, moments = made._head_logprobs(hidden, chosen, 0.7, False)
+    g = random(150, seed=5)
+    logprobs.backward(g)
+
+    w = head.codes("train")
+    values, ids = hidden.detach().float().numpy(), chosen.numpy()
+    logits = fprop(values, w)
+    expected = bits.chosen_logprobs(logits, ids, 0.7)
+    for found, other in zip((logprobs, *moments), expected, strict=True):
+        equal_bits(found, other)
+    dy = bits.logits_gradient(logits, ids, 0.7, g.numpy())
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, dgrad_as_bf16(torch.from_numpy(dy), w))
+    total = np.zeros((75, 128), np.float32)
+    for start in range(0, 150, chunk):
+        total = total + wgrad(dy[start : start + chunk], values[start : start + chunk])
+    equal_bits(head.weight.grad, total)
+
+
+def test_the_gradient_is_the_one_of_bf16_up_to_rounding() -> None:
+    """A tied head and the embedding add to one gradient."""
+    gradients = []
+    for head in ("int8x2", "bf16"):  # linears with BF16 gradients add no noise of their own
+        plan = PLAN.replace(lm_head=head, grad_output="bf16")
+        sizes = {"vocab_size": 75, "initializer_range": 0.1}
+        made = Policy.from_config(config(**sizes), plan)
+        made.logprobs([list(range(2, 50)), [7, 7, 7, 70]])[0].mean().backward()
+        gradients.append({n: m.grad for n, m in made.master_weights().items()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None, name
+        assert relative(gradient, gradients[1][name].double()) < 0.03, name
+
+
+def test_trace_sees_the_logits() -> None:
+    made, seen = policy(), []
+    made.decoder.trace = lambda name, value: seen.append((name, tuple(value.shape)))
+    made.logprobs([[1, 2, 3]])
+    assert seen[-1] == ("lm_head", (2, 75))
+
+
+def test_the_draft_head_reads_the_values_of_the_codes() -> None:
+    made = policy()
+    head = DraftHead(made, tokens=2, seed=0)
+    true = dequantize(made.decoder.lm_head.codes("rollout")).bfloat16()
+    assert torch.equal(head.rows, true)
+
+
+def test_what_does_not_have_it_says_so() -> None:
+    shape = policy().config
+    check_device(shape, PLAN, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"no kernels for INT8 in two planes; .*run\.device=cpu$"):
+        check_device(shape, PLAN, torch.device("cuda"), elsewhere=True)
+    for preset in ("unified", "bf16", "mixed"):
+        with pytest.raises(UserError, match=r"lm_head = int8x2 needs INT8 .*preset = int8$"):
+            PrecisionPlan.preset(preset).replace(lm_head="int8x2")
+    bf16 = PLAN.replace(first_layers_bf16=1)
+    with pytest.raises(UserError, match=r"multiple of 64, not 96; use precision\.preset=bf16$"):
+        Policy.from_config(config(hidden_size=96, vocab_size=75), bf16)
