@@ -16,6 +16,7 @@ from tests.training import loss_numpy as bits
 from tests.training.loss_numpy import F32
 
 from jetrl.kernels.logprob import chosen_logprobs
+from jetrl.models.decoder import _Scores
 from jetrl.precision import exact
 from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.training import host_math, loss_math
@@ -222,6 +223,42 @@ def test_exponentials_and_logarithms_of_the_host() -> None:
     assert np.isnan(host_math.expm1(np.array([math.nan]))).all()
     for value in (2.0, 151936.0, 1e-300, 0.7, 3.0):
         assert host_math.log(value) == pytest.approx(math.log(value), rel=5 * 2.0**-52)
+
+
+def test_the_cosine_schedule() -> None:
+    turns = np.linspace(0, 1, 1001)
+    found = np.array([host_math.cos_of_half_turns(t) for t in turns.tolist()])
+    assert np.abs(found - np.cos(np.pi * turns.astype(np.longdouble))).max() < 4 * 2.0**-53
+    assert (found[0], found[-1]) == (1.0, -1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_critics_and_reward_models(dtype: torch.dtype) -> None:
+    """The sum over D and that of the gradient over rows have no order, and are near float64's."""
+    hidden = torch.from_numpy(numbers(18, 2.0, 50 * 96).reshape(50, 96)).to(dtype)
+    weight, g = torch.from_numpy(numbers(19, 1.0, 96)[None]), torch.from_numpy(numbers(20, 1.0, 50))
+
+    def run(columns: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = hidden[rows][:, columns].requires_grad_()
+        w = weight[:, columns].requires_grad_()
+        scores = _Scores.apply(x, w)
+        scores.backward(g[rows])
+        assert x.grad is not None
+        assert w.grad is not None
+        return scores.detach(), x.grad, w.grad
+
+    scores, dx, dw = run(torch.arange(96), torch.arange(50))
+    columns, rows = torch.randperm(96), torch.randperm(50)
+    turned = run(columns, rows)
+    assert torch.equal(turned[0], scores[rows])
+    assert torch.equal(turned[1], dx[rows][:, columns])
+    assert torch.equal(turned[2], dw[:, columns])
+    assert torch.equal(dx, (g[:, None] * weight).to(dtype))
+    # A rounding to float32, and of each factor to a grid of at least 2**-22 of its maximum.
+    for found, a, b in ((scores, hidden.double(), weight[0].double()),
+                        (dw[0], hidden.double().mT, g.double())):  # fmt: skip
+        grids = len(b) * 2.0**-22 * a.abs().max() * b.abs().max()
+        assert (found - a @ b).abs().max() <= 2.0**-24 * (a @ b).abs().max() + grids
 
 
 def test_advantages_do_not_depend_on_the_order_of_a_group() -> None:

@@ -38,7 +38,7 @@ from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.packed import ForwardInputs
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import backend_of
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
@@ -193,11 +193,10 @@ class Decoder(nn.Module):
     def scores(self, hidden: Tensor) -> Tensor:
         """Return the scalar head's scores, float32 [R], of the final norm's output [R, D].
 
-        Values are rounded only to FP32. A GPU adds in an order that depends on the number of rows,
-        so its sum is made exact.
+        Values are rounded only to FP32, and the sum is exact.
         """
-        if backend_of(hidden).stable_row_sums:
-            scores = (hidden.float() * self.score).sum(-1)
+        if arithmetic_of(hidden) is None:
+            scores = _Scores.apply(hidden, self.score)
         else:
             scores = exact_matmul(hidden, self.score.t()).squeeze(-1).float()
         tell(self.trace, "score", scores)
@@ -241,6 +240,21 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token_ids,) = ctx.saved_tensors
         return None, ctx.gradients.add_rows(ctx.master, token_ids, grads[0]), None, None
+
+
+class _Scores(torch.autograd.Function):
+    """Exact sums over D, and in backward over R: float32 [R] of hidden [R, D] and weight [1, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return exact_matmul(hidden, weight.mT).squeeze(-1).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        dhidden = (grads[0][:, None] * weight).to(hidden.dtype)
+        return dhidden, exact_matmul(grads[0][None], hidden).float()
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:

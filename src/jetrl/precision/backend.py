@@ -88,7 +88,6 @@ class Backend:
     Attributes:
         table: Imports the kernels of this package.
         fused: The dtype of activations with fused decoder layers; None if none are fused.
-        stable_row_sums: Whether torch's order of sums per row is independent of the number of rows.
         logits_at_once: Number of float32 logits per chunk of rows in training.
         gpus, capabilities: The supported GPUs, in words and as CUDA compute capabilities.
         head_dims, max_group: Limits of attention: head sizes, and query heads per key head.
@@ -100,7 +99,6 @@ class Backend:
     name: str
     table: Callable[[], Arithmetic | None]
     fused: torch.dtype | None
-    stable_row_sums: bool
     logits_at_once: int
     gpus: str = ""
     capabilities: tuple[tuple[int, int], ...] = ()
@@ -141,12 +139,11 @@ def _hopper() -> Arithmetic:
     return operations
 
 
-REFERENCE = Backend("reference", lambda: None, None, stable_row_sums=True, logits_at_once=2**24)
+REFERENCE = Backend("reference", lambda: None, None, logits_at_once=2**24)
 HOPPER = Backend(
     "hopper",
     _hopper,
     fused=torch.bfloat16,
-    stable_row_sums=False,
     logits_at_once=2**27,
     gpus="a Hopper card (9.0: H100, H200)",
     capabilities=((9, 0),),

@@ -11,6 +11,7 @@ order. Does not import torch.
     exp(x)         n = rint(x * log2(e)),  r = (x - n * ln2_high) - n * ln2_low
                    (1 + (r + (r * r) * P(r))) * 2**n
     expm1(x)       r + (r * r) * P(r) if n = 0, else exp(x) - 1
+    cos(x)         1 - x**2 / 2! + ... + x**24 / 24! by Horner's rule in x * x, for x <= pi / 2
     log(x)         x = m * 2**e with sqrt(0.5) <= m < sqrt(2),  s = (m - 1) / (m + 1)
                    e * ln2 + (2 * s) * (1 + s**2 / 3 + ... + s**24 / 25), by Horner's rule
 
@@ -82,6 +83,18 @@ def log(x: float) -> float:
     for odd in range(23, 0, -2):
         series = series * (s * s) + 1.0 / odd
     return e * _LN2 + 2.0 * s * series
+
+
+def cos_of_half_turns(turns: float) -> float:
+    """Return cos(pi * turns) for 0 <= turns <= 1, exactly 1 and -1 at the ends."""
+    if turns > 0.5:
+        return -cos_of_half_turns(1.0 - turns)
+    square = (math.pi * turns) * (math.pi * turns)
+    series = 0.0
+    for even in range(24, -1, -2):
+        sign = 1.0 if even % 4 == 0 else -1.0
+        series = series * square + sign / math.factorial(even)
+    return series
 
 
 def _float64(values: np.ndarray | Iterable[float]) -> np.ndarray:

@@ -25,6 +25,7 @@ from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
 from jetrl.kernels.norm import block_squares
 from jetrl.settings.sections import TrainSettings
+from jetrl.training.host_math import cos_of_half_turns
 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
     # The last update of the run uses the minimum rate.
     span = max(1, total_updates - settings.warmup_steps - 1)
     progress = min(1.0, (update - settings.warmup_steps) / span)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    cosine = 0.5 * (1.0 + cos_of_half_turns(progress))
     share = 1.0 - progress if settings.schedule == "linear" else cosine
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
 
