@@ -103,7 +103,7 @@ def mismatches(stale: bool) -> tuple[list[float], list[str]]:
     small = {**CONFIG, "initializer_range": 0.05}
     p = Policy.from_config(small, PrecisionPlan.preset("mixed"), seed=0)
     engine, params = RolloutEngine(p), SamplingParams(n=8, max_tokens=12, ignore_eos=True)
-    train = {"lr": 1e-2, "updates_per_step": 1}
+    train = {"lr": 2e-2, "updates_per_step": 1}
     trainer = Trainer(p, Settings.model_validate({"train": train}))
     operand = p.weights.quantized_tensors()  # of both sides, in place
     kept = {name: t.clone() for name, t in operand.items() if name.startswith("layers.0.gate_up.")}
