@@ -9,10 +9,10 @@ few elements of an array with other code. Two devices give it by construction:
   grid. float64 then adds them without rounding, in any order: a matmul of any shape gives the same
   bits. FP8 codes lie on such a grid as they are (18 bits); BF16 values are put on one with 18 or
   more bits below the row's maximum, ten more than BF16 itself has.
-* **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt, and exp and log
-  built from them. The same bits on every machine, at every position of an array.
+* **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt fma, and exp and
+  log built from them. The same bits on every machine, at every position of an array.
 
-Operation by operation, float32 unless it says float64, products before sums, no fused operation:
+Operation by operation, float32 unless it says float64, products before sums, nothing fused but fma:
 
     align(x)         2**e > max |x| >= 2**(e - 1),  g = 2**(e - bits),  rint(x / g) * g    float64
     exact_sum(x)     sum of align(x) with 30 bits                                          float64
@@ -23,6 +23,7 @@ Operation by operation, float32 unless it says float64, products before sums, no
     log(x)           x = m * 2**e, sqrt(1/2) <= m < sqrt(2),  s = (m - 1) / (m + 1)        float64
                      e * ln 2 + (2 * s) * (1 + s**2 / 3 + ... + s**24 / 25)
     log_sigmoid(x)   min(x, 0) - float32(log(1 + exp(-|x|))), the sum in float64
+    fma(a, b, c)     a * b + c, rounded once
 
 P and the series of log are by Horner's rule.
 """
@@ -51,6 +52,9 @@ _EXP_UNDERFLOW = -87.0
 _EXP_OVERFLOW = 89.0
 _SUM_BITS = 30
 _SQUARES_BITS = 19
+# Bits of float64's fraction that float32's lacks, and the middle of two float32 values in them.
+_BELOW_FLOAT32, _MIDDLE = 2**29 - 1, 2**28
+_TINY_TERM = 2.0**-60
 
 
 def align(x: Tensor, dim: int, bits: int) -> Tensor:
@@ -181,6 +185,40 @@ def square_root(x: Tensor) -> Tensor:
     root of a float32 is never so near to the middle of two that float64's error of a unit decides.
     """
     return x.double().sqrt().float()
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c of float32 tensors, rounded once to float32, to nearest even.
+
+    IEEE 754's fused multiply-add, which GPUs have as one instruction; torch has none. Inf, NaN and
+    subnormal results are IEEE's. Tensors broadcast.
+    """
+    # The product is exact in float64 (48 bits), the sum is rounded to 53. Rounding that to float32
+    # is wrong only if it lies in the middle of two float32 values: its lower 29 bits are 2**28.
+    # XOR makes that 0, compared as float64, whose minimum torch finds faster than that of int64.
+    total = (a.double() * b.double()).add_(c.double())
+    low = total.view(torch.int64).bitwise_and(_BELOW_FLOAT32).bitwise_xor_(_MIDDLE)
+    # Subnormal values have other middles. A sum that is one is exact, unless c is tiny: the product
+    # is a multiple of 2**-48 of itself.
+    tiny = (c != 0) & (c.abs() < _TINY_TERM)
+    if low.numel() and (low.view(torch.float64).amin() == 0 or tiny.any()):
+        total = _sum_to_odd(a.double() * b.double(), c.double())
+    return total.float()
+
+
+def _sum_to_odd(x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y of float64, inexact sums rounded to the neighbor with an odd last bit.
+
+    Rounding the result to float32 then rounds x + y once (Boldo and Melquiond, 2008).
+    """
+    total = x + y
+    # TwoSum (Knuth): x + y = total + error, exactly.
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    bits = total.view(torch.int64)
+    inexact = error.isfinite() & (error != 0) & (bits & 1 == 0)
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact, bits + step, bits).view(torch.float64)
 
 
 def sigmoid(x: Tensor) -> Tensor:
