@@ -49,9 +49,14 @@ def policy(plan: PrecisionPlan | str, family: str = "qwen3") -> Policy:
 
 @pytest.mark.parametrize(
     "preset, family",
-    [("jet", "qwen3"), ("int8", "qwen3"), *(("unified", family) for family in FAMILIES)],
+    [
+        ("jet", "qwen3"),
+        ("int8", "qwen3"),
+        (PrecisionPlan.preset("int8").replace(queries="int8"), "qwen3"),
+        *(("unified", family) for family in FAMILIES),
+    ],
 )
-def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
+def test_sampled_logprobs_are_the_trainers(preset: PrecisionPlan | str, family: str) -> None:
     p = policy(preset, family)
     prompts = random_prompts(p, 4, 24, seed=1)
     params = SamplingParams(n=3, max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)

@@ -17,7 +17,7 @@ import jetrl.rollout.kv_cache as key_values
 import jetrl.rollout.sampler as sampler
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.kv_cache import KVStore
+from jetrl.rollout.kv_cache import _KVStore
 from jetrl.runs.anomalies import Anomalies
 from jetrl.session.parity import locate, measure
 from jetrl.settings.loading import Settings
@@ -92,7 +92,7 @@ def test_a_fault_is_seen_and_named(
 def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) -> None:
     """A page that two samples share and that is not copied before the second one writes."""
     p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
-    monkeypatch.setattr(KVStore, "copy", lambda *_: None)
+    monkeypatch.setattr(_KVStore, "copy", lambda *_: None)
     result = measure(p, PROMPTS, samples=3, max_tokens=12)
     assert result.different > 0
     assert locate(p, *result.first_different) is None

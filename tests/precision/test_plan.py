@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from tests.training.shared import config
 
 from jetrl.errors import UserError
+from jetrl.models.families import ModelConfig
+from jetrl.models.model import check_device
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, QTensor, quantize
 from jetrl.precision.formats import BF16, FP8, NVFP4, key_and_value_formats
@@ -169,3 +171,13 @@ def test_the_name_of_before_sets_weights_through_bf16(tmp_path: Path) -> None:
     assert load_config(None, [f"{old}=none"]) == load_config(None)
     with pytest.raises(UserError, match=r"'sampler_deviation\.kv=fp8'.*is for studies"):
         load_config(None, ["sampler_deviation.kv=fp8"])
+
+
+def test_int8_queries_need_int8_keys_and_values_and_a_cpu() -> None:
+    integer = PrecisionPlan.preset("int8").replace(queries="int8")
+    assert dict(plan_table(integer))["queries, both sides"] == "INT8, fp32 scales"
+    with pytest.raises(UserError, match=r"kv = int8\+fp8 is for queries in BF16.*kv = int8"):
+        PrecisionPlan.preset("unified").replace(queries="int8")
+    model = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **config()})
+    with pytest.raises(UserError, match=r"attention with INT8 queries; use run\.device=cpu"):
+        check_device(model, integer, torch.device("cuda"), elsewhere=True)

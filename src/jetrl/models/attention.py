@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from jetrl.kernels.attention.integer import attend_packed_integer
 from jetrl.kernels.attention.layout import QueryTiles
 from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
 from jetrl.models.attention_fused import attend_packed_fused
@@ -104,9 +105,12 @@ class PackedKeyValues:
         if rope.trace is not None:  # codes are made again for the trace
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
             tell(rope.trace, "keys and values", torch.cat([stored_values(x) for x in stored], 1))
-        return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._row_of).flatten(
-            -2, -1
-        )
+        cu_seqlens, row_of = self._cu_seqlens, self._row_of
+        if plan.integer_attention:
+            out = attend_packed_integer(q, k, v, cu_seqlens, plan.scales, row_of)
+        else:
+            out = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales, row_of)
+        return out.flatten(-2, -1)
 
 
 class Attention(nn.Module):

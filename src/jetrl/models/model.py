@@ -308,5 +308,7 @@ def check_device(
     if config.head == "lm":
         formats.add(number_format(plan.lm_head))
     backend.check_formats({format.words: format.dtype for format in formats})
+    if plan.integer_attention:
+        backend.check_integer_attention()
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

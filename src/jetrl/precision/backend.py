@@ -94,6 +94,7 @@ class Backend:
         dtypes: The storage dtypes of supported number formats.
         shared_memory: Bytes of shared memory per thread block.
         multiprocessors: Number of SMs, by which products are tiled.
+        integer_attention: Whether attention has kernels for INT8 queries.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = ()
     shared_memory: int = 0
     multiprocessors: int = 0
+    integer_attention: bool = False
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
@@ -121,6 +123,14 @@ class Backend:
                 f"the GPU's attention takes head_dim {sizes} and at most {self.max_group} query "
                 f"heads a key head, not {head_dim} and {group}; use run.device=cpu, or the fp32 "
                 "preset"
+            )
+
+    def check_integer_attention(self) -> None:
+        """Raise a UserError if no kernel takes INT8 queries."""
+        if not self.integer_attention:
+            raise UserError(
+                f"{self.gpus} has no kernels for attention with INT8 queries; use run.device=cpu, "
+                "or another precision.preset"
             )
 
     def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:

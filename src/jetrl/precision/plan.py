@@ -51,7 +51,7 @@ WGradInput = Literal["128x128", "1x128"]
 
 _SETTINGS = TypeAdapter(PrecisionSettings)
 # Stored only if not at their defaults, so that plans from before these fields look the same.
-_STORED_IF_SET = ("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing")
+_STORED_IF_SET = ("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing", "queries")
 # The sampler's own fields are stored in a table of this name, as before they became fields.
 _SAMPLER_FIELDS = ("weights_through_bf16", "attention_split")
 _SAMPLER_TABLE = "sampler_deviation"
@@ -83,6 +83,8 @@ class PrecisionPlan:
             BF16 weights were sent to another engine.
         attention_split: Keys per sum in the sampler's attention; None: as in the trainer.
             On a CPU each sum is in float32, in the library's order; the trainer's are exact.
+        queries: Queries on both sides. int8: attention has the same bits on every machine
+            (`kernels.attention.integer`); only presets and studies choose it.
     """
 
     name: str
@@ -102,6 +104,7 @@ class PrecisionPlan:
     key_smoothing: bool = False
     weights_through_bf16: bool = False
     attention_split: int | None = None
+    queries: presets.QueryFormat = "bf16"
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -117,6 +120,7 @@ class PrecisionPlan:
                 "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
                 "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
+        self._check_queries()
         if trained is not INT8:
             if number_format(self.lm_head).two_planes:
                 raise UserError(
@@ -137,6 +141,20 @@ class PrecisionPlan:
                     f"precision.{field} = {getattr(self, field)} is for FP8: leave it out, or use "
                     "precision.preset = unified or jet"
                 )
+
+    def _check_queries(self) -> None:
+        if not self.integer_attention:
+            return
+        if key_and_value_formats(self.kv) != (INT8, INT8):
+            raise UserError(
+                f"precision.kv = {self.kv} is for queries in BF16, and queries are int8 here: use "
+                "precision.kv = int8"
+            )
+        if self.attention_split is not None:
+            raise UserError(
+                f"attention_split = {self.attention_split} is for queries in BF16, and queries "
+                "are int8 here: leave it out"
+            )
 
     @staticmethod
     def preset(name: Any) -> PrecisionPlan:
@@ -209,6 +227,11 @@ class PrecisionPlan:
     def smooths_keys(self) -> bool:
         """True if keys are smoothed, on both sides: only INT8 keys are."""
         return self.key_smoothing and key_and_value_formats(self.kv)[0] is INT8
+
+    @property
+    def integer_attention(self) -> bool:
+        """True if attention multiplies INT8 codes only (`kernels.attention.integer`)."""
+        return number_format(self.queries) is INT8
 
     @property
     def exact(self) -> bool:
@@ -345,6 +368,8 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
     keys, values = (f.described(plan.scales) for f in key_and_value_formats(plan.kv))
     if plan.smooths_keys:
         keys += ", smoothed"
+    if plan.integer_attention:
+        rows.append(("queries, both sides", number_format(plan.queries).described(plan.scales)))
     rows += [
         ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
         ("embeddings, norms, residual", number_format(plan.rest).described(plan.scales)),

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention import integer
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, SequenceQueries
 from jetrl.kernels.attention.reference import (
     Stored,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from jetrl.rollout.mapped_memory import MappedMemory
 
 
-class KVStore:
+class _KVStore:
     """The keys, or the values, of the layers with attention, by layer number in the decoder.
 
     Codes are [layers, P, page_size, G, D], scales float32 [layers, P, page_size, G] or None.
@@ -100,20 +101,20 @@ class KVStore:
 
 def stores(
     memory: Tensor, layers: Sequence[int], shape: tuple[int, ...], plan: PrecisionPlan
-) -> tuple[KVStore, KVStore]:
+) -> tuple[_KVStore, _KVStore]:
     """Return stores over uint8 memory: scales, then codes. `shape` is that of one layer."""
     shape = (len(layers), *shape)
     formats = key_and_value_formats(plan.kv)
     keys, values = (format.dtype for format in formats)
     if formats[0].code is None:
         codes = memory.view(keys).view(2, *shape)
-        return KVStore(codes[0], None, layers), KVStore(codes[1], None, layers)
+        return _KVStore(codes[0], None, layers), _KVStore(codes[1], None, layers)
     scales_size = 2 * 4 * math.prod(shape[:-1])
     scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
     codes = memory[scales_size:].view(2, *shape)
     return (
-        KVStore(codes[0].view(keys), scales[0], layers),
-        KVStore(codes[1].view(values), scales[1], layers),
+        _KVStore(codes[0].view(keys), scales[0], layers),
+        _KVStore(codes[1].view(values), scales[1], layers),
     )
 
 
@@ -151,7 +152,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LastLayer:
+class _LastLayer:
     """Tokens that attend in the last layer: rows int64 [R] of T, and work for rows 0 to R."""
 
     rows: Tensor
@@ -184,13 +185,13 @@ AttentionWork = list[Part] | DecodeWork | QueryTiles
 class _OverPages:
     """The stores of a decoder, with slots and attention work of the tokens of one forward."""
 
-    keys: KVStore
-    values: KVStore
+    keys: _KVStore
+    values: _KVStore
     num_layers: int
     plan: PrecisionPlan
     slots: Tensor
     work: AttentionWork
-    last: LastLayer | None = None
+    last: _LastLayer | None = None
 
     @property
     def rows(self) -> Tensor | None:
@@ -235,18 +236,18 @@ class PagedKeyValues(_OverPages):
         for part in parts:
             part_keys = self.keys.gather(layer, part.pages, part.num_keys)
             part_values = self.values.gather(layer, part.pages, part.num_keys)
-            dense = attend_dense(
-                q[part.rows],
-                part_keys,
-                part_values,
-                q_positions=part.positions,
-                split=self.plan.attention_split,
-            )
+            dense = self._attend_part(q[part.rows], part_keys, part_values, part.positions)
             out[part.rows[part.valid]] = dense[part.valid]
         return out
 
+    def _attend_part(self, q: Tensor, keys: Stored, values: Stored, positions: Tensor) -> Tensor:
+        """Return attention of a dense batch, [B, Q, H, D]."""
+        if self.plan.integer_attention:
+            return integer.attend(q, keys, values, positions, self.plan.scales)
+        return attend_dense(q, keys, values, positions, self.plan.attention_split)
 
-class DeviceKeyValues(_OverPages):
+
+class _DeviceKeyValues(_OverPages):
     """The `KeyValues` of one forward on a GPU, with kernels that read pages in place.
 
     Decode and prefill have their own kernels, with the same bits per token. `DecodeWork` never
@@ -421,7 +422,7 @@ class PagedCache:
 
     def key_values(
         self, spans: Sequence[Span], ends: bool = False
-    ) -> PagedKeyValues | DeviceKeyValues:
+    ) -> PagedKeyValues | _DeviceKeyValues:
         """Return the `KeyValues` of a forward over spans, which fill rows 0 to T in order.
 
         With `ends` the output has only the last token of each span, [spans, H * D].
@@ -429,7 +430,7 @@ class PagedCache:
         assert self.ready, "the memory of the pages is unmapped"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
-        source = DeviceKeyValues if self.reads_pages_in_place else PagedKeyValues
+        source = _DeviceKeyValues if self.reads_pages_in_place else PagedKeyValues
         last = None
         if ends:  # In the last layer, the last token of each span attends.
             rows = to_device([span.row + span.length - 1 for span in spans], device)
@@ -437,7 +438,7 @@ class PagedCache:
                 Span(row, start=span.start + span.length - 1, length=1, pages=span.pages)
                 for row, span in enumerate(spans)
             ]
-            last = LastLayer(rows, self._work(last_tokens))
+            last = _LastLayer(rows, self._work(last_tokens))
         return source(
             keys=self._keys,
             values=self._values,
@@ -465,9 +466,9 @@ class PagedCache:
             slots.append(pages * self.page_size + at % self.page_size)
         return np.concatenate(slots)
 
-    def decode_key_values(self, slots: Tensor, work: DecodeWork) -> DeviceKeyValues:
+    def decode_key_values(self, slots: Tensor, work: DecodeWork) -> _DeviceKeyValues:
         """Return the `KeyValues` of decode for slots int64 [B], negative for padding."""
-        return DeviceKeyValues(
+        return _DeviceKeyValues(
             keys=self._keys,
             values=self._values,
             num_layers=self._num_layers,

@@ -19,6 +19,7 @@ KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # values of 
 ScaleRule = Literal["fp32", "pow2"]
 DEFAULT_SCALES: Final = "fp32"
 BF16Rounding = Literal["nearest", "dithered"]
+QueryFormat = Literal["bf16", "int8"]  # int8: attention multiplies integers only
 
 
 class PresetFormats(NamedTuple):
@@ -34,6 +35,7 @@ class PresetFormats(NamedTuple):
     key_smoothing: bool = False
     weights_through_bf16: bool = False
     attention_split: int | None = None
+    queries: QueryFormat = "bf16"
 
 
 # `alike` imitates two engines: weights reach the sampler in BF16, and its attention sums differ.

@@ -221,7 +221,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of)
         out = torch.empty_like(q)
         # Each sequence writes the rows that it shares, with the same bits.
-        for rows, positions, valid in _dense_batches(cu_seqlens):
+        for rows, positions, valid in dense_batches(cu_seqlens):
             tokens = rows if row_of is None else row_of[rows]
             dense = attend_dense(
                 q[tokens],
@@ -241,7 +241,7 @@ class _PackedAttention(torch.autograd.Function):
         # only in the first sequence.
         first = None if row_of is None else _first_of_each(row_of)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-        for rows, _, valid in _dense_batches(cu_seqlens):
+        for rows, _, valid in dense_batches(cu_seqlens):
             tokens = rows if row_of is None else row_of[rows]
             dense_q, dense_k, dense_v, dense_do = (x[tokens].float() for x in (q, k, v, do))
             counted = valid if first is None else valid & first[rows]
@@ -261,7 +261,7 @@ def _first_of_each(row_of: Tensor) -> Tensor:
     return first[row_of] == places
 
 
-def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return padded batches of sequences of similar length: rows, positions, valid mask, [B, L]."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     batches = []
