@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from jetrl.kernels.backend import TABLES, Kernels, kernels_of
 from jetrl.models.layer import fuses
 from jetrl.precision import backend as backends
 from jetrl.precision.backend import BACKENDS, REFERENCE, Arithmetic, Backend
+from jetrl.session.building import device_of
+from jetrl.settings.sections import RunSettings
 
 of_each = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
@@ -62,3 +65,29 @@ def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.Monke
     others = {"FP64": torch.float64, "INT8": torch.int8, "E5M2": torch.float8_e5m2}
     with pytest.raises(UserError, match=r"no kernels for FP64 and E5M2; use another precision\."):
         backend.check_formats(others)
+
+
+@pytest.fixture
+def gpu_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    yield torch.device("cuda", 200)
+    backends.select_backend("auto")
+
+
+def test_references_run_on_any_gpu_if_selected(gpu_of_another_maker: torch.device) -> None:
+    run = RunSettings(device="cuda", backend="reference")
+    assert device_of(run) == "cuda"
+    assert backends.backend_for(gpu_of_another_maker) is backends.REFERENCE
+    assert not backends.has_kernels(gpu_of_another_maker)
+    assert device_of(RunSettings(backend="reference")) == "cpu"
+    device_of(RunSettings(device="cuda"))
+    with pytest.raises(UserError, match=r"use run\.device=cpu, or run\.backend=reference"):
+        backends.backend_for(gpu_of_another_maker)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_hopper_is_refused_elsewhere(device: str, gpu_of_another_maker: torch.device) -> None:
+    with pytest.raises(UserError, match=r"run\.backend = hopper needs a Hopper card"):
+        device_of(RunSettings(device=device, backend="hopper"))

@@ -259,7 +259,8 @@ def test_completions_are_told_as_they_finish_and_returned_as_told(policy):
     assert running == [3, 2, 1, 0]
 
 
-def test_a_page_size_that_a_gpu_has_not_is_refused_when_the_engine_is_made(policy):
+def test_a_page_size_that_a_gpu_has_not_is_refused_when_the_engine_is_made(policy, monkeypatch):
+    monkeypatch.setattr("jetrl.rollout.engine.has_kernels", lambda _: True)
     on_gpu = SimpleNamespace(config=policy.config, device=torch.device("cuda"))
     with pytest.raises(UserError, match="page_size 32: a page has 64 tokens on a GPU"):
         RolloutEngine(on_gpu, page_size=32)

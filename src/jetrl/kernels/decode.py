@@ -52,16 +52,25 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     position = torch.where(active, state.position[rows], 0).long()
     page = state.tables[rows, position // page_size].long()
     # The forward at position p samples the token at p + 1, so its random bits belong to p + 1.
-    bits = random_bits(
-        state.seed.expand(len(rows)).numpy(), state.key[rows].numpy(), (position + 1).numpy()
-    )
+    bits = _random_bits(state, rows, position + 1)
     return DecodeInputs(
         token_ids=torch.where(active, state.token[rows], 0).long(),
         positions=position,
         slots=torch.where(active, page * page_size + position % page_size, -1),
         lengths=torch.where(active, position + 1, 0).int(),
-        bits=torch.where(active, torch.from_numpy(bits), -1),
+        bits=torch.where(active, bits, -1),
     )
+
+
+def _random_bits(state: DecodeState, slots: Tensor, positions: Tensor) -> Tensor:
+    """Return the random bits of tokens at positions, int64 [R], on their device."""
+    seeds = state.seed.expand(len(slots))
+    drawn = random_bits(
+        seed=seeds.cpu().numpy(),
+        sequence=state.key[slots].cpu().numpy(),
+        position=positions.cpu().numpy(),
+    )
+    return torch.from_numpy(drawn).to(positions.device)
 
 
 def take_draws(
@@ -126,27 +135,28 @@ def verify_inputs(
     extra = size - int(active.sum())
     drafted = share_rows(wanted, draft_text.quality[rows], extra, int(position.sum()))
     queries = torch.where(active, 1 + drafted, 0)
-    first = queries.cumsum(0) - queries if width > 1 else torch.arange(len(rows))
+    first = (
+        queries.cumsum(0) - queries if width > 1 else torch.arange(len(rows), device=rows.device)
+    )
     # Compute values per query, then scatter them to rows.
-    ahead = torch.arange(width)
+    ahead = torch.arange(width, device=rows.device)
     used = ahead < queries[:, None]
     places = (first[:, None] + ahead)[used]
     positions = (position[:, None] + ahead)[used]
     tokens = torch.cat([state.token[rows][:, None], drafts.tokens[:, : width - 1]], dim=1)[used]
     slot = rows[:, None].expand_as(used)[used]
     page = state.tables[slot, positions // page_size].long()
-    seeds = state.seed.expand(len(slot)).numpy()
-    bits = random_bits(seeds, state.key[slot].numpy(), (positions + 1).numpy())
+    bits = _random_bits(state, slot, positions + 1)
     lengths = torch.where(active, position + queries, 0).int()
 
     def by_row(values: Tensor, padding: int) -> Tensor:
-        return torch.full((size,), padding, dtype=values.dtype).index_put((places,), values)
+        return values.new_full((size,), padding).index_put((places,), values)
 
     return VerifyInputs(
         token_ids=by_row(tokens.long(), 0),
         positions=by_row(positions, 0),
         slots=by_row(page * page_size + positions % page_size, -1),
-        bits=by_row(torch.from_numpy(bits), -1),
+        bits=by_row(bits, -1),
         keys=by_row(lengths[:, None].expand_as(used)[used], 0),
         lengths=lengths,
         queries=queries.int(),
@@ -203,7 +213,8 @@ def take_verified(
         )
         return
     batch = len(rows)
-    position, ahead = state.position[rows].long(), torch.arange(width)
+    position = state.position[rows].long()
+    ahead = torch.arange(width, device=rows.device)
     # Gather rows into [B, Q]; unused entries read an arbitrary row.
     places = (inputs.first[:, None] + ahead).clamp(max=len(tokens) - 1)
     drawn, finite = tokens[places].int(), torch.isfinite(lse[places])

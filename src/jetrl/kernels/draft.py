@@ -55,7 +55,7 @@ def propose(
         for back in range(order):
             same &= text[(entry - back).clamp(min=0)] == text[last - back]
         place = torch.where((place == UNKNOWN) & same, entry, place)
-    after = place[:, None] + torch.arange(1, MAX_DRAFT + 1)
+    after = place[:, None] + torch.arange(1, MAX_DRAFT + 1, device=rows.device)
     tokens = torch.where(
         (place[:, None] >= 0) & (after < len(text)), text[after.clamp(0, len(text) - 1)], UNKNOWN
     )
@@ -88,7 +88,8 @@ def extend(
         tokens: int64 [B, Q], sampled tokens.
         counts: int64 [B], number of accepted tokens, 0 for an inactive row.
     """
-    base, ahead = rows * draft_text.width, torch.arange(tokens.shape[1])
+    base = rows * draft_text.width
+    ahead = torch.arange(tokens.shape[1], device=rows.device)
     new = ahead < counts[:, None]
     places = (base + position + 1)[:, None] + ahead
     draft_text.text[places[new]] = tokens[new].int()

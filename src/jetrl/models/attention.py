@@ -29,7 +29,7 @@ from jetrl.models.layer_fused import norm_linear_fused
 from jetrl.models.mixer import AttentionShape
 from jetrl.models.packed import Stems
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import REFERENCE, backend_for
+from jetrl.precision.backend import has_kernels
 from jetrl.precision.formats import Format, key_and_value_formats
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
@@ -83,7 +83,7 @@ class PackedKeyValues:
         stems: Stems | None = None,
     ) -> None:
         device = cu_seqlens.device if device is None else device
-        on_gpu = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
+        on_gpu = has_kernels(device) and not plan.keys_in_fp32
         self._plan = plan
         self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
         self._tiles: QueryTiles | None = None

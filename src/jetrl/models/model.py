@@ -29,7 +29,7 @@ from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import BACKENDS, backend_for
+from jetrl.precision.backend import BACKENDS, REFERENCE, backend_for
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan
 
@@ -302,6 +302,8 @@ def check_device(
     if device.type in ("cpu", "meta"):
         return
     backend = BACKENDS[0] if elsewhere else backend_for(device)
+    if backend is REFERENCE:
+        return
     formats = set(key_and_value_formats(plan.kv))
     for layer in range(config.num_layers):
         formats.update(plan.linear_formats(layer, config.num_layers).values())

@@ -33,7 +33,7 @@ from jetrl.models.adapter import Adapter, adapter_names
 from jetrl.models.planes_head import PlanesHead
 from jetrl.models.source import ModelSource
 from jetrl.precision.adapter_weight import AdapterWeight
-from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.backend import arithmetic_of, has_kernels
 from jetrl.precision.formats import BF16, Format, number_format
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
@@ -101,7 +101,7 @@ class Weights:
         self.rest: dict[Side, Format] = {"rollout": rest, "train": rest}
         self.linear_formats = [plan.linear_formats(n, num_layers) for n in range(num_layers)]
         # Products of codes are BF16. A GPU widens operands that its FP8 GEMM does not support.
-        widened = device.type == "cuda" and plan.widens_wgrad
+        widened = plan.widens_wgrad and has_kernels(device)
         self._coded_wgrad = plan.gradient.coded and not widened
         self._asked_for: set[str] = set()
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}

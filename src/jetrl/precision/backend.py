@@ -165,6 +165,14 @@ HOPPER = Backend(
 )
 BACKENDS = (HOPPER,)  # of GPUs; plans for another machine assume the first
 SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)
+_selected = "auto"
+
+
+def select_backend(name: str) -> None:
+    """Select the backend of this process's GPUs by name; "auto" detects it (`run.backend`)."""
+    global _selected
+    _selected = name
+    backend_for.cache_clear()
 
 
 def accelerator(device: torch.device | None = None) -> Backend | None:
@@ -179,16 +187,23 @@ def accelerator(device: torch.device | None = None) -> Backend | None:
 def backend_for(device: torch.device) -> Backend:
     """Return the backend of a device. Raises UserError if jetrl has no kernels for it."""
     if device.type == "cuda" and torch.cuda.is_available():
+        if _selected == REFERENCE.name:
+            return REFERENCE
         if (backend := accelerator(device)) is not None:
             return backend
         major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
-            f"the GPU needs {SUPPORTED}; use device=cpu here"
+            f"the GPU needs {SUPPORTED}; use run.device=cpu, or run.backend=reference (slow)"
         )
     if device.type not in ("cpu", "meta"):
         raise UserError(f"device {device}: not there; use run.device=cpu")
     return REFERENCE
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether a device runs kernels, not the references."""
+    return backend_for(device) is not REFERENCE
 
 
 def backend_of(x: Tensor) -> Backend:

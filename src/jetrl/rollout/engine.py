@@ -28,6 +28,7 @@ from jetrl.kernels.decode_state import MAX_ROWS
 from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
+from jetrl.precision.backend import has_kernels
 from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
@@ -269,7 +270,7 @@ class RolloutEngine:
             what = "speculation 'head' needs a draft head"
             raise UserError(f"{what}, which a run trains; use text, auto or off")
         # GPU kernels support fixed sizes only.
-        on_gpu = policy.device.type == "cuda"
+        on_gpu = has_kernels(policy.device)
         if on_gpu:
             check_gpu_sizes(max_batch_size, page_size)
         self.policy = policy

@@ -40,7 +40,7 @@ from jetrl.kernels.backend import device_kernels
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary
-from jetrl.precision.backend import REFERENCE, backend_for
+from jetrl.precision.backend import has_kernels
 from jetrl.precision.formats import key_and_value_formats
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
@@ -370,7 +370,7 @@ class PagedCache:
     ) -> None:
         plan = plan.on("rollout")
         # No kernel reads FP32 pages.
-        self.reads_pages_in_place = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
+        self.reads_pages_in_place = has_kernels(device) and not plan.keys_in_fp32
         assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
         self.num_pages = num_pages
         self.page_size = page_size

@@ -19,10 +19,11 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.source import CHARACTERS, ModelSource, open_source
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import accelerator
+from jetrl.precision.backend import HOPPER, REFERENCE, accelerator, select_backend
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import RewardSettings
+from jetrl.settings.sections import RunSettings
 from jetrl.tasks import build_task
 from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import Sample, Score
@@ -42,7 +43,7 @@ def build_policy(
     Raises:
         UserError: a model that is missing, damaged, or not supported on the device.
     """
-    device = device or choose_device(settings.run.device)
+    device = device or device_of(settings.run)
     source = open_source(settings, alphabet, device)
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -80,7 +81,7 @@ def build_scalar_model(
 
     Arguments are as in `build_policy`.
     """
-    device = device or choose_device(settings.run.device)
+    device = device or device_of(settings.run)
     source = open_source(settings, alphabet, device, head="score")
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -241,8 +242,21 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
         )
 
 
+def device_of(run: RunSettings) -> str:
+    """Return the device of a run, and select the backend of its GPU (run.device, run.backend)."""
+    select_backend(run.backend)
+    auto = run.device == "auto" and run.backend == REFERENCE.name
+    device = choose_device("cpu" if auto else run.device)
+    if run.backend == HOPPER.name and (device == "cpu" or accelerator() is not HOPPER):
+        raise UserError(
+            f"run.backend = hopper needs {HOPPER.gpus}, and run.device is {run.device}: use "
+            "run.backend=auto"
+        )
+    return device
+
+
 def choose_device(name: str) -> str:
-    """Return the device for run.device; `auto` is a supported GPU, or else the CPU.
+    """Return the device for a name; `auto` is a supported GPU, or else the CPU.
 
     With several ranks, each has the GPU with its local rank as number.
     """

@@ -40,6 +40,7 @@ from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import has_kernels
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.console import announced_if_slow
@@ -86,7 +87,7 @@ def compiled_ahead(
     """
     device = torch.device(device)
     there = device.type == "cuda" and torch.cuda.is_available()
-    if not there or importlib.util.find_spec("triton") is None:
+    if not there or not has_kernels(device) or importlib.util.find_spec("triton") is None:
         yield
         return
     config, lora = source.config, None

@@ -24,6 +24,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import model_config
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import REFERENCE
 from jetrl.precision.formats import number_format
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
@@ -37,7 +38,7 @@ from jetrl.session.building import (
     build_reward,
     build_scalar_model,
     check_kept,
-    choose_device,
+    device_of,
     read_reference,
     value_model,
 )
@@ -79,8 +80,9 @@ class Machine:
     @staticmethod
     def here(settings: Settings) -> Machine:
         """Return this machine's device for run.device."""
-        device = choose_device(settings.run.device)
-        return Machine(device, free_bytes(device))
+        device = device_of(settings.run)
+        planned = device == "cpu" or settings.run.backend != REFERENCE.name
+        return Machine(device, free_bytes(device) if planned else None)
 
 
 @dataclass(kw_only=True)
@@ -448,7 +450,7 @@ def open_context(
     if rollout.asks_head and settings.loop.steps:
         seed = derive_seed(settings.run.seed, "draft head")
         run.draft_head = DraftHead(run.policy, settings.draft_head.tokens, seed)
-    device = choose_device(settings.run.device)
+    device = device_of(settings.run)
     run.engine = RolloutEngine(
         run.policy,
         rollout.max_batch_size,

@@ -27,6 +27,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import add_adapter
 from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
+from jetrl.precision.backend import has_kernels
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear
@@ -271,7 +272,7 @@ def require_exact(policy: Policy) -> float | None:
 
     Returns the duration in seconds; None on the CPU or if the plan is not exact.
     """
-    if not policy.plan.exact or policy.device.type != "cuda":
+    if not policy.plan.exact or not has_kernels(policy.device):
         return None
     began = time.monotonic()
     with announced_if_slow(PROVING):

@@ -47,7 +47,7 @@ from jetrl.models.model import Model
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.runs.attempts import read_attempts, versions
 from jetrl.runs.format import visible
-from jetrl.session.building import choose_device
+from jetrl.session.building import choose_device, device_of
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample
@@ -85,7 +85,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     }
     record_collectives(Path(settings.run.dir) / str(settings.run.name) / "ranks")
     facts["what is done with the run"] = "resume it" if resume else "begin it"
-    with joined_on(settings.run.device, settings.distributed.timeout_s, facts, problem):
+    with joined_on(device_of(settings.run), settings.distributed.timeout_s, facts, problem):
         yield
 
 

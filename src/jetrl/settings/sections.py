@@ -94,6 +94,8 @@ class RunSettings(Section):
     """end this attempt within this many hours, with a checkpoint. Default: no limit"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available"""
+    backend: Literal["auto", "hopper", "reference"] = "auto"
+    """kernels of the GPU; reference: plain PyTorch, slow, on any GPU with run.device = cuda"""
 
     @field_validator("name")
     @classmethod
