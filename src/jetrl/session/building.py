@@ -245,6 +245,7 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 def device_of(run: RunSettings) -> str:
     """Return the device of a run, and select the backend of its GPU (run.device, run.backend)."""
     select_backend(run.backend)
+    # References are slow on a GPU, so only run.device = cuda runs them there.
     auto = run.device == "auto" and run.backend == REFERENCE.name
     device = choose_device("cpu" if auto else run.device)
     if run.backend == HOPPER.name and (device == "cpu" or accelerator() is not HOPPER):

@@ -81,6 +81,7 @@ class Machine:
     def here(settings: Settings) -> Machine:
         """Return this machine's device for run.device."""
         device = device_of(settings.run)
+        # The memory plan of a GPU counts its kernels' tensors, not those of the references.
         planned = device == "cpu" or settings.run.backend != REFERENCE.name
         return Machine(device, free_bytes(device) if planned else None)
 
