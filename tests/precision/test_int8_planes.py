@@ -82,8 +82,14 @@ def fprop(x: np.ndarray, w: QTensor) -> np.ndarray:
 
 
 def dgrad(dy: np.ndarray, w: QTensor) -> np.ndarray:
-    codes, scales = integers(dy * w.scales.numpy().T)
-    return rotated(two_products(codes, w.codes.numpy().astype(np.int64)) * scales)
+    weight, w_scales = w.codes.numpy().astype(np.int64), w.scales.numpy()
+    total = np.zeros((len(dy), weight.shape[1]), np.float32)
+    for start in range(0, len(weight), 512):
+        block = slice(start, start + 512)
+        codes, scales = integers(dy[:, block] * w_scales[block].T)
+        assert np.abs(int32_sums(codes, weight[block])).max() < 2**31
+        total = total + two_products(codes, weight[block]) * scales
+    return rotated(total)
 
 
 def wgrad(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -101,7 +107,7 @@ def equal_bits(found: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(found.detach().numpy().view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("rows, hidden, vocabulary", [(1, 64, 5), (37, 192, 333), (65, 128, 64)])
+@pytest.mark.parametrize("rows, hidden, vocabulary", [(1, 64, 5), (37, 192, 1333), (65, 128, 512)])
 def test_products_have_the_bits_of_the_definition(rows: int, hidden: int, vocabulary: int) -> None:
     x, w = random(rows, hidden).bfloat16(), int8_rows(random(vocabulary, hidden, seed=1))
     x[:, 3] *= 50  # an outlier channel
@@ -159,8 +165,13 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("outliers", [False, True])
 def test_errors_of_gradients(outliers: bool) -> None:
-    """WGrad has a smaller error than BF16's product, DGrad the error of the weight's codes."""
-    x, master = random(256, 256, spread=2.0).bfloat16(), random(2000, 256, seed=1, spread=0.05)
+    """WGrad has a smaller error than BF16's product, DGrad the error of the weight's codes.
+
+    Rows of the weight share a vector, which the true dX does not have.
+    """
+    x, master = random(256, 256, spread=2.0).bfloat16(), random(8000, 256, seed=1, spread=0.05)
+    common = random(256, seed=4, spread=0.05)
+    master += common
     if outliers:
         x[:, 5] *= 30
         master[100:200] *= 8
@@ -168,7 +179,7 @@ def test_errors_of_gradients(outliers: bool) -> None:
     chosen = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(2))
     dy = logits.softmax(-1).scatter_add(1, chosen, -torch.ones(256, 1)) * random(256, 1, seed=3)
     w = int8_rows(master)
-    dw = torch.zeros(2000, 256)
+    dw = torch.zeros(8000, 256)
     add_planes_wgrad(dw, dy, planes_of_hidden(x))
     true = dy.double().mT @ x.double()
     of_bf16 = (dy.bfloat16().double().mT @ x.double()).float()
@@ -177,7 +188,10 @@ def test_errors_of_gradients(outliers: bool) -> None:
     dx = planes_dgrad(dy, w)
     # Codes of W round by at most half of a step; the gradient is of the weight that forward reads.
     assert relative(dx, dy.double() @ master.double()) < 0.015
-    assert relative(dx, dy.double() @ dequantize(w).double()) < 0.005
+    true = dy.double() @ dequantize(w).double()
+    assert relative(dx, true) < 2.0**-8
+    along = (dx.double() - true) @ common.double() / common.norm()
+    assert along.norm() < 2.0**-9 * true.norm()
 
 
 def policy(tied: bool = True, seed: int = 0, **changes: Any) -> Policy:

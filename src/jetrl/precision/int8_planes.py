@@ -13,18 +13,24 @@ operation, in float32, each operation rounded:
     FProp   (c_x, s_x) = planes(rotate(x)) per hidden row, along D
             S = 256 * sum(high * w) + sum(low * w)                over D
             y = (float32(S) * s_x) * s_w
-    DGrad   (c, s) = planes(dy * s_w) per hidden row, along V
-            S = 256 * sum(high * w) + sum(low * w)                over V
-            dx = bfloat16(rotate(float32(S) * s))                 along D
+    DGrad   t = 0;  for each block of 512 tokens of the vocabulary, in order (the last is smaller):
+                (c, s) = planes(dy * s_w) per hidden row, along the block
+                S = 256 * sum(high * w) + sum(low * w)            over the block
+                t = t + float32(S) * s
+            dx = bfloat16(rotate(t))                              along D
     WGrad   (c, s) = planes(dy * s_x) per token of the vocabulary, along the rows of a chunk
             S = 65536 * sum(high * high_x) + 256 * (sum(high * low_x) + sum(low * high_x))
             dw = dw + rotate(float32(S) * s)                      along D; chunks in order
 
-Sums of products are int32: over D or the rows of a chunk as a whole, over V in pieces of 65,536.
-S is exact in int64, and float32(S) is one rounding. A non-finite value makes the scale of its row
+Sums of products are int32; S of DGrad is int32 too, the others int64, so all are exact, and
+float32(S) is one rounding. A non-finite value makes the scale of its row
 NaN or infinite, and the row's results NaN. The scales of w and of hidden rows are folded into dY,
 so backward reads the codes of forward: neither is quantized again. The products of both low planes
 would change WGrad by less than dY's own rounding, and are left out.
+
+DGrad has a scale per block because rows of W share a large common vector, which cancels in the true
+product: dY sums to 0 over V. With one scale per row of dY, codes of the many small probabilities
+would be 0, their sum would not, and the common vector would stay.
 
 The scales of WGrad depend on the rows of a chunk. `rows_per_chunk` is a function of the vocabulary
 only, never of free memory.
@@ -44,6 +50,7 @@ from jetrl.precision.quantize import AMAX_FLOOR, QTensor, codes_as_float64, rota
 
 _MAXIMUM = 32512.0  # 127 * 256, so that the high plane fits in INT8
 _PIECE = 65536  # terms of an int32 sum of low * high + high * low, below 2**31
+_BLOCK = 512  # tokens of a block of DGrad: 32512 * 127 * 512 is below 2**31
 _CHUNK_LOGITS = 2**27
 
 
@@ -84,7 +91,7 @@ def planes_of_hidden(x: Tensor) -> Planes:
 def planes_fprop(x: Planes, w: QTensor) -> Tensor:
     """Return the logits, float32 [R, V], of hidden rows [R, D] and the weight [V, D]."""
     codes, out = x.codes(), x.scales.new_empty(len(x.high), w.shape[0])
-    for piece in _pieces(w.shape[0]):
+    for piece in _slices(w.shape[0], _PIECE):
         sums = codes @ codes_as_float64(w.codes[piece]).mT  # below 2**53: exact
         out[:, piece] = sums.float() * x.scales * w.scales[piece].mT
     return out
@@ -92,12 +99,12 @@ def planes_fprop(x: Planes, w: QTensor) -> Tensor:
 
 def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
     """Return dX, bfloat16 [R, D], of the logits' gradient, float32 [R, V]."""
-    made = planes(dy * w.scales.mT)
-    sums = dy.new_zeros((len(dy), w.shape[1]), dtype=torch.float64)
-    for piece in _pieces(w.shape[0]):
-        part = Planes(made.high[:, piece], made.low[:, piece], made.scales)
-        sums += part.codes() @ codes_as_float64(w.codes[piece])  # integers below 2**53
-    return rotate(sums.float() * made.scales).bfloat16()
+    total = dy.new_zeros(len(dy), w.shape[1])
+    for block in _slices(w.shape[0], _BLOCK):
+        made = planes(dy[:, block] * w.scales[block].mT)
+        sums = made.codes() @ codes_as_float64(w.codes[block])
+        total += sums.float() * made.scales
+    return rotate(total).bfloat16()
 
 
 def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
@@ -107,13 +114,13 @@ def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
     """
     assert len(dy) <= rows_per_chunk(len(total)), "the rows of one chunk"
     x_codes, x_low = x.codes(), codes_as_float64(x.low)
-    for piece in _pieces(len(total)):
+    for piece in _slices(len(total), _PIECE):
         made = planes((dy[:, piece] * x.scales).mT.contiguous())
         # All four products, less the one of both low planes.
         sums = made.codes() @ x_codes - codes_as_float64(made.low) @ x_low
         total[piece] += rotate(sums.float() * made.scales)
 
 
-def _pieces(vocabulary: int) -> Iterator[slice]:
-    for start in range(0, vocabulary, _PIECE):
-        yield slice(start, start + _PIECE)
+def _slices(vocabulary: int, size: int) -> Iterator[slice]:
+    for start in range(0, vocabulary, size):
+        yield slice(start, start + size)
