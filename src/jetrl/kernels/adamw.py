@@ -49,11 +49,14 @@ def adamw_(
 
     Args:
         master: float32, contiguous, any shape; grad, ratio and root have the same shape.
-        ratio: uint8; ratio and root (int16) are zero before the first step.
+        ratio: uint8; ratio and root (int16) are zero before the first step. On a CPU both may be
+            float32 moments instead: exp_avg and exp_avg_sq.
         clip: float32 scalar on the device that multiplies the gradient.
     """
     if (kernels := kernels_of(master)) is not None:
         kernels.adamw_(master, grad, ratio, root, clip, scalars)
+    elif ratio.dtype == torch.float32:
+        _adamw_fp32_(master, grad, exp_avg=ratio, exp_avg_sq=root, clip=clip, s=scalars)
     else:
         adamw_ref_(master, grad, ratio, root, clip, scalars)
 
@@ -80,6 +83,28 @@ def adamw_ref_(
     master.copy_(master * s.decay - update)
     ratio.copy_(new_ratio)
     root.copy_((code - (negative.int() << 15)).to(torch.int16))
+
+
+_AT_ONCE = 2**16  # elements, so that temporaries stay in a processor's cache
+
+
+def _adamw_fp32_(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, clip: Tensor, s: AdamWScalars
+) -> None:
+    """Apply one AdamW step with float32 moments, each operation rounded to float32.
+
+    g      = grad * clip
+    m      = beta1 * m + rest1 * g
+    v      = beta2 * v + rest2 * (g * g)
+    master = master * decay - (rate * m) / (sqrt(v) * unbias + eps)     sqrt to nearest
+    """
+    flat = (x.view(-1).split(_AT_ONCE) for x in (master, grad, exp_avg, exp_avg_sq))
+    for part, gradient, m, v in zip(*flat, strict=True):
+        g = gradient * clip
+        m.mul_(s.beta1).add_(g * s.rest1)
+        v.mul_(s.beta2).add_((g * g).mul_(s.rest2))
+        root = square_root(v).mul_(s.unbias).add_(s.eps)
+        part.mul_(s.decay).sub_((m * s.rate).div_(root))
 
 
 def _decode_root(root: Tensor) -> Tensor:

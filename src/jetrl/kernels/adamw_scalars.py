@@ -1,4 +1,8 @@
-"""Constants of AdamW's compact moments, and the scalars of one step."""
+"""Constants of AdamW's compact moments, and the scalars of one step.
+
+Scalars are computed in float64 with + - * / and sqrt only, and rounded once to float32. Powers are
+products (`_power`), since a library's differ between machines.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ _NEGLIGIBLE = 1e-4  # `_carry` stops its sum at future steps whose weight is bel
 
 class AdamWScalars(NamedTuple):
     """The scalars of one step of `adamw_`, rounded to float32.
+
+    Float32 moments need those up to `decay`.
 
     Attributes:
         rest1: 1 - beta1; rest2 is 1 - beta2.
@@ -62,8 +68,8 @@ def adamw_scalars(
         rest1=_float32(1 - beta1),
         beta2=_float32(beta2),
         rest2=_float32(1 - beta2),
-        rate=_float32(lr(0) / (1 - beta1**step)),
-        unbias=_float32(1 / math.sqrt(1 - beta2**step)),
+        rate=_float32(lr(0) / (1 - _power(beta1, step))),
+        unbias=_float32(1 / math.sqrt(1 - _power(beta2, step))),
         eps=_float32(eps),
         decay=_float32(1 - lr(0) * weight_decay),
         carry=_float32(_carry(step, lr, beta1)),
@@ -79,25 +85,41 @@ def from_element(scalars: AdamWScalars, first: int) -> AdamWScalars:
     return scalars._replace(salt=(scalars.salt + first * ELEMENT_STRIDE) % 2**32)
 
 
+def _power(base: float, exponent: int) -> float:
+    """Return base**exponent by squaring, from the exponent's lowest bit on.
+
+    With square = base and result = 1, for each bit of the exponent: result *= square if it is set,
+    then square *= square. Each product is rounded to float64.
+    """
+    result, square = 1.0, base
+    while exponent:
+        if exponent & 1:
+            result *= square
+        square *= square
+        exponent >>= 1
+    return result
+
+
 def _float32(x: float) -> float:
     return float(np.float32(x))
 
 
 def _bound(step: int, beta1: float, beta2: float) -> float:
-    """Return the supremum of |m| / sqrt(v) after `step` optimizer steps.
+    """Return the supremum of |m| / sqrt(v) after `step` optimizer steps, or infinity.
 
     m = sum_k (1 - beta1) beta1**k g_k and v = sum_k (1 - beta2) beta2**k g_k**2. By Cauchy-Schwarz,
     m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 / beta2)**k * v.
     """
     q = beta1 * beta1 / beta2
-    assert q < 1, "beta1**2 >= beta2: the first moment is unbounded"
-    return (1 - beta1) * math.sqrt((1 - q**step) / ((1 - q) * (1 - beta2)))
+    if q >= 1:  # settings refuse compact moments then
+        return math.inf
+    return (1 - beta1) * math.sqrt((1 - _power(q, step)) / ((1 - q) * (1 - beta2)))
 
 
 def _carry(step: int, lr: Callable[[int], float], beta1: float) -> float:
     """Return the sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k))."""
     total, k, weight = 0.0, 1, beta1
     while weight > _NEGLIGIBLE:
-        total += lr(k) * weight / (1 - beta1 ** (step + k))
+        total += lr(k) * weight / (1 - _power(beta1, step + k))
         k, weight = k + 1, weight * beta1
     return total

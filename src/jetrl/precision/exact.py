@@ -8,7 +8,9 @@ few elements of an array with other code. Two devices give it by construction:
   few enough bits that every product and every partial sum is an integer below 2**53 in units of the
   grid. float64 then adds them without rounding, in any order: a matmul of any shape gives the same
   bits. FP8 codes lie on such a grid as they are (18 bits); BF16 values are put on one with 18 or
-  more bits below the row's maximum, ten more than BF16 itself has.
+  more bits below the row's maximum, ten more than BF16 itself has. `exact_sum` adds float32
+  values with 30 bits, which a GPU adds as integers.
+* **Sums over tokens.** `sum_of_rows` adds rows in float32, in a stated order.
 * **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt fma, and exp and
   log built from them. The same bits on every machine, at every position of an array.
 
@@ -32,6 +34,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +53,9 @@ _EXP_TERMS = (
 )
 _EXP_UNDERFLOW = -87.0
 _EXP_OVERFLOW = 89.0
-_SUM_BITS = 30
+_SUM_BITS = 30  # values fit into int32, and up to 2**23 of them into a float64 sum
 _SQUARES_BITS = 19
+_BLOCK_ROWS = 128
 # Bits of float64's fraction that float32's lacks, and the middle of two float32 values in them.
 _BELOW_FLOAT32, _MIDDLE = 2**29 - 1, 2**28
 _TINY_TERM = 2.0**-60
@@ -67,8 +71,13 @@ def align(x: Tensor, dim: int, bits: int) -> Tensor:
     wide = x.double()
     exponent = torch.frexp(wide.abs().amax(dim, keepdim=True)).exponent
     # Adding 1.5 * 2**52 grid units leaves no room for a fraction of one: rounds to nearest even.
-    magic = torch.ldexp(torch.full_like(exponent, 1.5, dtype=torch.float64), exponent + (52 - bits))
+    magic = 1.5 * _wide_power_of_two(exponent + (52 - bits))
     return (wide + magic) - magic
+
+
+def _wide_power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2**exponent of int32 exponents, normal numbers in float64, from its bits."""
+    return (exponent.long() + 1023).bitwise_left_shift_(52).view(torch.float64)
 
 
 def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -96,7 +105,27 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 def _factor_bits(terms: int) -> int:
     """Return the bits of a factor so that a sum of so many products stays below 2**53 units."""
-    return (53 - math.ceil(math.log2(max(terms, 2)))) // 2
+    return (53 - (max(terms, 2) - 1).bit_length()) // 2
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return the sum of the rows of x, float32 [N, D] or narrower, as float32 [D].
+
+    Each addition is rounded to float32. The rows of each block of 128 are added to zeros in order,
+    then the sums of the blocks are added in order:
+
+        s[b] = (...((0 + x[128 b]) + x[128 b + 1]) + ...) + x[128 b + 127]
+        s    = (...(s[0] + s[1]) + ...) + s[-1]
+    """
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _BLOCK_ROWS))
+    blocks = padded.unflatten(0, (-1, _BLOCK_ROWS))
+    sums = torch.zeros(blocks[:, 0].shape, dtype=torch.float32, device=x.device)
+    for row in range(min(len(x), _BLOCK_ROWS)):
+        sums += blocks[:, row]
+    total = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
+    for block in sums:
+        total += block
+    return total
 
 
 def exp_nonpositive(x: Tensor) -> Tensor:
@@ -179,11 +208,14 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Return sqrt(x) of float32 x, rounded to nearest.
+    """Return sqrt(x) of float32 or float64 x, rounded to nearest.
 
-    torch's own in float32 is off by a unit of the last place for one value in six (2.13, x86). The
-    root of a float32 is never so near to the middle of two that float64's error of a unit decides.
+    On x86, torch's own (2.13, 2.11) is off by a unit of the last place for one float32 in six, and
+    one float64 in 150; NumPy's is the processor's instruction. The root of a float32 is never so
+    near to the middle of two that float64's error of a unit decides.
     """
+    if x.dtype == torch.float64:
+        return torch.from_numpy(np.asarray(np.sqrt(x.numpy()))) if x.is_cpu else x.sqrt()
     return x.double().sqrt().float()
 
 

@@ -64,10 +64,11 @@ def bf16_matmul(
 
 
 def free_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in bfloat16, with FP32 sums in any order: for gradients.
+    """Return a @ b in bfloat16: for gradients. A GPU adds in FP32, in any order.
 
-    b [K, N] is bfloat16, or float32 that a device with kernels rounds to bfloat16.
+    On a CPU it is exact_matmul(a, b), rounded to float32 and then to bfloat16. b [K, N] is
+    bfloat16, or float32 that a device with kernels rounds to bfloat16.
     """
     if arithmetic_of(a) is None:
-        return (a.float() @ b.float()).bfloat16()
+        return exact_matmul(a, b).float().bfloat16()
     return a @ b.bfloat16()

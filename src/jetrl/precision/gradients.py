@@ -31,6 +31,7 @@ from jetrl.distributed.collectives import Work, exchange, gather_equal
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
 from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.exact import exact_matmul
 from jetrl.precision.quantize import QTensor, dequantize
 
 # A master weight, and the dtype of its products; None for rows of an embedding.
@@ -128,7 +129,10 @@ class Gradients:
 
 
 def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None) -> Tensor:
-    """Return dy^T x [N, K] with FP32 sums, or add it to `total` float32 [N, K] in place."""
+    """Return dy^T x [N, K] with FP32 sums, or add it to `total` float32 [N, K] in place.
+
+    On a CPU the product is exact_matmul(dy^T, x), rounded to float32 before it is added.
+    """
     values = dequantize(x)[: len(dy)] if isinstance(x, QTensor) else x
     if arithmetic_of(dy) is not None:
         values = values.bfloat16()  # dequantized codes are not exact in BF16
@@ -136,14 +140,14 @@ def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None)
             return torch.mm(dy.mT, values, out_dtype=torch.float32)
         torch.ops.aten.addmm.dtype_out(total, dy.mT, values, torch.float32, out=total)
         return total
-    product = dy.float().mT @ values.float()
+    product = exact_matmul(dy.mT, values).float()
     return product if total is None else total.add_(product)
 
 
 def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -> Tensor:
     """Add the gradients of tokens to the sum of a matrix's own rows, in place, and return the sum.
 
-    A GPU adds token by token; the CPU adds the sum over the tokens, as autograd does.
+    Rows are added token by token, each addition rounded to float32.
 
     Args:
         total: The sum of the n own rows, float32 [n, D]; None for zeros.
@@ -159,10 +163,16 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
     inside = (rows >= own.start) & (rows < own.stop)
     places = torch.where(inside, rows - own.start, rows % len(own))
     added = torch.where(inside[:, None], values.float(), 0.0)
-    if arithmetic_of(rows) is not None:
+    if not rows.is_cpu:  # a GPU sorts the tokens by row
         return total.index_put_((places,), added, accumulate=True)
-    dense = torch.ops.aten.embedding_dense_backward(added, places, len(own), -1, False)
-    return total.add_(dense)
+    # This function adds to zeros, row by row in the order of tokens, whatever the number of
+    # threads. So the sums enter as the first tokens of their rows.
+    used, numbers = places.unique(return_inverse=True)
+    first = torch.arange(len(used))
+    total[used] = torch.ops.aten.embedding_dense_backward(
+        torch.cat([total[used], added]), torch.cat([first, numbers]), len(used), -1, False
+    )
+    return total
 
 
 _AT_ONCE = 2**29  # bytes of a product that are exchanged at once

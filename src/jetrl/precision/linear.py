@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.exact import sum_of_rows
 from jetrl.precision.formats import INT8, GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
@@ -114,7 +115,24 @@ class Linear(nn.Module):
 
     def with_bias(self, product: Tensor) -> Tensor:
         """Return a product [T, N] plus the bias, if any, in the dtype of the product."""
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        if self.bias is None:
+            return product
+        if arithmetic_of(product) is None and self.bias.requires_grad:
+            biased: Tensor = _Biased.apply(product, self.bias)
+            return biased
+        return product + self.bias.to(product.dtype)
+
+
+class _Biased(torch.autograd.Function):
+    """product [T, N] + bias [N], whose gradient is `sum_of_rows` of dY in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
+        return product + bias.to(product.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], sum_of_rows(grads[0].flatten(0, -2))
 
 
 def fprop(

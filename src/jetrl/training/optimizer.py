@@ -1,12 +1,15 @@
 """Optimizer: AdamW on float32 master weights, a learning-rate schedule, and global-norm clipping.
 
-With float32 states, the update is `torch.optim.AdamW(fused=True)`. Compact states of matrices take
-3 bytes per parameter (kernels/adamw.py), and gradients are clipped in the same pass; norms and
-biases keep float32 states. Weight decay applies to matrices only. State is saved by master-weight
-name.
+With float32 states, the update is `torch.optim.AdamW(fused=True)` on a GPU, and `adamw_` on a CPU.
+Compact states of matrices take 3 bytes per parameter (kernels/adamw.py), and gradients are clipped
+in the same pass; norms and biases keep float32 states. Weight decay applies to matrices only. State
+is saved by master-weight name.
 
 The gradient norm has the same bits with any number of ranks: sums of squares per block of 128 rows
-are gathered and added in float64, in a fixed order.
+are gathered and added in float64: on a CPU by `exact_sum`, on a GPU in its library's order. The
+factor that clips gradients is in float32
+
+    clip = min(grad_clip * (1 / (norm + 1e-6)), 1)
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.norm import block_squares
+from jetrl.precision.exact import exact_sum, square_root
 from jetrl.settings.sections import TrainSettings
 from jetrl.training.host_math import cos_of_half_turns
 
@@ -124,7 +129,10 @@ class Optimizer:
         divided = {name: square for name, square in squares.items() if name in self.shards}
         if divided:
             squares |= _gathered(divided, self.shards)
-        return torch.cat(list(squares.values())).double().sum().sqrt().float()
+        terms = torch.cat(list(squares.values())).double().flatten()
+        # A few terms per matrix: exact in any order, except in a GPU's library.
+        total = exact_sum(terms) if kernels_of(terms) is None else terms.sum()
+        return square_root(total).float()
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of master weights with a NaN or infinity in their gradient."""
@@ -136,16 +144,48 @@ class Optimizer:
 
     def apply(self, total_norm: Tensor) -> None:
         """Clip gradients to `grad_clip`, update the master weights, and free the gradients."""
-        # In place, for float32 states.
         most = self.settings.grad_clip
-        torch.nn.utils.clip_grads_with_norm_(self._wide.values(), most, total_norm)
-        # Both optimizers use the scheduled rate; the compact one also clips in its own pass.
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()
-        self._apply_compact((most / (total_norm + 1e-6)).clamp(max=1.0))  # as in torch
+        clip = (most / (total_norm + 1e-6)).clamp(max=1.0)  # as in torch
+        if kernels_of(total_norm) is None:
+            # The reference has the same bits everywhere; torch's own AdamW does not promise them.
+            self._apply_fp32(clip)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self._wide.values(), most, total_norm)
+            # Both optimizers use the scheduled rate; the compact one also clips in its own pass.
+            for group in self._adamw.param_groups:
+                group["lr"] = self.lr
+            self._adamw.step()
+        self._apply_compact(clip)
         self.num_updates += 1
         self.zero_grad()
+
+    @torch.no_grad()
+    def _apply_fp32(self, clip: Tensor) -> None:
+        """Update parameters with float32 states from gradients times `clip`, on a CPU."""
+        settings = self.settings
+        for master in self._wide.values():
+            if master.grad is None:
+                continue
+            # States are stored as torch.optim.AdamW stores them on a GPU.
+            state = self._adamw.state[master]
+            if not state:
+                zeros = (torch.zeros_like(master.detach()) for _ in range(2))
+                state |= zip(("step", *_LAYOUTS["fp32"]), (torch.zeros(()), *zeros), strict=True)
+            state["step"] += 1
+            # Vectors, such as weights of norms, do not decay.
+            scalars = adamw_scalars(
+                int(state["step"]),
+                self._lr,
+                betas=settings.betas,
+                eps=settings.eps,
+                weight_decay=settings.weight_decay if master.ndim >= 2 else 0.0,
+            )
+            first, second, gradient = (
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                master.grad.contiguous(),
+            )
+            adamw_(master.detach(), gradient, first, second, clip, scalars)
 
     @torch.no_grad()
     def _apply_compact(self, clip: Tensor) -> None:
