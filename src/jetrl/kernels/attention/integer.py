@@ -578,7 +578,7 @@ def _queries_of(
     weights = _inverse(attended.mass)[..., None] * do_scales
     bad = (weights - weights) + (delta - delta)  # 0, or NaN unless both are finite
     heads, length = codes.shape[2], codes.shape[1]
-    padding = (0, 0, 0, -length % _BLOCK_QUERIES)
+    padding = (0, 0, 0, -length % min(_BLOCK_QUERIES, length))
 
     def by_head(x: Tensor) -> Tensor:
         turned = _by_group(x, groups).unflatten(2, (heads // groups, length))
@@ -612,7 +612,7 @@ def _add_tile(
     codes, scale = _planes((ds * block.k_scales).masked_fill_(hidden, 0.0), -1)
     dq.copy_(_plus((codes.double() @ block.k.double()), scale, dq))
     # dK and dV: planes over each block of queries; blocks add in order.
-    blocks = (-1, _BLOCK_QUERIES)
+    blocks = (-1, min(_BLOCK_QUERIES, len(query)))
     q, do = (x.double().unflatten(-2, blocks) for x in (rows.codes, rows.do))
     codes, scale = _planes((ds * rows.scales).masked_fill_(hidden, 0.0).unflatten(-2, blocks), -2)
     products = codes.double().mT @ q
