@@ -416,7 +416,7 @@ CASES = (
                 f"train recipes/demo.toml {SUMS} run.name=adapter adapter.kind=lora adapter.rank=3",
                 "adapter.alpha=6 algorithm.kl=0.01 sft.lr=1e-2 train.lr=1e-2",
             ),
-            jetrl("export runs/adapter models/merged --merge", output="merge.txt"),
+            jetrl("export runs/adapter models/merged --merge --device DEVICE", output="merge.txt"),
         ),
         measures=("policy/kl_ref",),
     ),
