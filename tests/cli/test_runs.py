@@ -12,11 +12,13 @@ import pytest
 
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import StatusFile
+from jetrl.runs.digest import START, next_digest
 from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
 PLAN = PrecisionPlan.preset("unified").to_dict()
+FIRST = next_digest(START, ("rl", 1), {"weights": f"{1:016x}"})
 
 
 @pytest.fixture
@@ -109,15 +111,35 @@ def test_a_listing_breaks_no_name(
 def test_compare_tells_by_its_exit_code_if_all_bits_are_the_same(
     jetrl: Callable, folder: Path
 ) -> None:
-    shutil.copytree(folder / "first", folder / "again")
-    words = ("compare", "first", "again", "--dir", folder)
+    settings = load_config("demo", [f"run.dir={folder}", "run.name=digested"])
+    with RunWriter.create(settings, PLAN) as run:
+        for step, before in ((1, START), (2, FIRST)):
+            digest = next_digest(before, ("rl", step), {"weights": f"{step:016x}"})
+            run.write_step(StepStats(step, {"reward/mean": 0.5}), digest=digest)
+    shutil.copytree(folder / "digested", folder / "again")
+    words = ("compare", "digested", "again", "--dir", folder)
     done = jetrl(*words, "--same")
-    assert (done.code, "reward/mean       0.75      0.75" in done.out) == (0, True)
-    assert "again: the same bits as first in all 2 lines" in done.out
+    assert done.code == 0
+    assert re.search(r"\nreward/mean +0.5 +0.5\n", done.out)
+    assert "again: the same bits as digested in all 2 lines" in done.out
+    assert f"again: the same digest as digested after step 2: {digest['run']}\n" in done.out
     file = folder / "again" / "metrics.jsonl"
-    file.write_text(file.read_text().replace("0.75", "0.7500000000000001"))
+    other = next_digest(FIRST, ("rl", 2), {"weights": "f" * 16})
+    text = file.read_text().replace(digest["run"], other["run"]).replace("0.5", "0.7")
+    file.write_text(text.replace(digest["weights"], other["weights"]))
     assert jetrl(*words).code == 0
     done = jetrl(*words, "--same", "--json")
     found = json.loads(done.out)
-    assert (done.code, found["same"]) == (1, False)
-    assert found["runs"][1]["differs_at"] == ["rl", 2]
+    assert (done.code, found["same"], found["same_digest"]) == (1, False, False)
+    assert found["runs"][1]["differs_at"] == ["rl", 1]
+    assert found["runs"][1]["match"] == [False, ["rl", 2], ["weights"], []]
+    assert "at step 2, first in weights\n" in jetrl(*words, "--same").out
+    # The lines of "first" have no digests, so they show nothing.
+    done = jetrl("compare", "digested", "first", "--dir", folder, "--same")
+    assert (done.code, "no digest of step 1 in first" in done.out) == (1, True)
+    assert re.search(r"\ndigest +none\n", jetrl("runs", "show", folder / "first").out)
+    assert re.search(f"\ndigest +{digest['run']}\n", jetrl("runs", "show", folder / "digested").out)
+    # A file that was changed is not compared by digest.
+    file.write_text(text)
+    done = jetrl(*words, "--same")
+    assert (done.code, "the digest of step 2 does not follow" in done.err) == (2, True)

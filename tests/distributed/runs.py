@@ -44,7 +44,7 @@ def run_small(folder: str, name: str, *overrides: str, resume: bool = False) -> 
 def results(run: Path) -> dict[str, Any]:
     """Return what a run has to share with another: metrics but times, completions, the model."""
     lines = [
-        {"step": line["step"], "phase": line.get("phase"), **reproducible(line)}
+        {name: line.get(name) for name in ("step", "phase", "digest")} | reproducible(line)
         for line in RunDirectory.open(run).metrics()
     ]
     files = [*sorted((run / "rollouts").iterdir()), *sorted((run / "model").iterdir())]

@@ -46,8 +46,9 @@ def task_of(path: Path, body: str) -> str:
     return f"{file}:Sum"
 
 
-def metrics(path: Path, phase: str | None = None) -> list[dict[str, float]]:
-    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics(phase)]
+def metrics(path: Path, phase: str | None = None) -> list[dict[str, Any]]:
+    lines = RunDirectory.open(path).metrics(phase)
+    return [{"step": r["step"], "digest": r.get("digest"), **reproducible(r)} for r in lines]
 
 
 def before_call(owner: Any, name: str, call: int, act: Any, put: Any = setattr) -> None:

@@ -101,6 +101,7 @@ def fingerprint(run: Path) -> dict[str, object]:
     last = max((run / "checkpoints").glob("step_*"))
     return {
         "metrics": [{"step": r["step"], **reproducible(r)} for r in directory.metrics()],
+        "digests": [r.get("digest") for r in directory.metrics()],
         "rollouts": [path.read_bytes() for path in sorted((run / "rollouts").iterdir())],
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
         "last checkpoint": {

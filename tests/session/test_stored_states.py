@@ -15,6 +15,7 @@ EXTRA = {
     "metrics": {"reward/mean": 0.5, "policy/loss": float("nan")},
     "states": {
         "data": "0123456789abcdef",
+        "digest": {"run": "0123456789abcdef" * 4, "weights": "0123456789abcdef"},
         "prompts": {"p": [1.5, 2.0]},
         "partial rollouts": [["p", [MEMBER]]],
         "micro_batches": {"tokens": 8, "setting": 16},
@@ -36,6 +37,7 @@ def test_what_the_parts_write_fits():
 ODD = [
     ({"guard": None, "clip": {"steps": 1, "low": float("nan"), "high": 1}}, "clip.low = nan"),
     ({"data": "0123"}, "data = '0123'"),
+    ({"digest": {"run": "0123456789abcdef"}}, "digest.run = '0123456789abcdef'"),
     ({"prompts": {"p": ["1", 2]}}, "prompts.p.0 = '1'"),
     ({"rollout_sizes": {"asked": [1, 1, 1], "now": [None, 1, 1]}}, "rollout_sizes"),
     ({"partial rollouts": [["p", [[*MEMBER[:1], [1], *MEMBER[2:]]]]]}, "log-probs of other tokens"),

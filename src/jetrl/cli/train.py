@@ -255,7 +255,10 @@ def say_result(result: RunResult, settings: Settings) -> int:
 
     model = result.model_path
     paths = {label: getattr(result, f"{label}_path") for label in _LEFT}
-    print(table([(label, str(path)) for label, path in paths.items() if path is not None]))
+    rows = [(label, str(path)) for label, path in paths.items() if path is not None]
+    if result.digest:
+        rows.append(("digest", result.digest))
+    print(table(rows))
     if model is not None:
         prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
         chat = " --chat" if result.chats else ""

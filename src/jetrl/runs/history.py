@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from jetrl.runs.attempts import Attempt
+from jetrl.runs.digest import last_digest
 from jetrl.runs.metrics import is_eval_mean
 
 
@@ -30,6 +31,7 @@ class RunHistory:
         elapsed_s: Wall time of all attempts; a killed attempt counts up to its last metric.
         num_tokens: Tokens whose log-probs of sampler and trainer were compared; None: none were.
         num_different: Compared tokens whose log-probs differ.
+        digest: After the last step (runs/digest.py); "" if the run has none.
     """
 
     last_step: int = -1
@@ -41,6 +43,7 @@ class RunHistory:
     num_different: int | None = None
     reward: Change | None = None
     evals: tuple[Change, ...] = ()
+    digest: str = ""
 
 
 def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = ()) -> RunHistory:
@@ -58,6 +61,7 @@ def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = 
         num_different=_total(rl, "mismatch/num_different"),
         reward=change_of(rl, "reward/mean"),
         evals=tuple(change for change in evals if change is not None),
+        digest=last_digest(records),
     )
 
 

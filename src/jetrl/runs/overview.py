@@ -17,6 +17,14 @@ from rich.text import Text
 
 from jetrl.errors import UserError
 from jetrl.runs.attempts import read_status
+from jetrl.runs.digest import (
+    DigestMatch,
+    Line,
+    check_chain,
+    digested_lines,
+    match_digests,
+    words_of,
+)
 from jetrl.runs.directory import RunDirectory, settings_that_differ
 from jetrl.runs.format import clip, count, date, duration, labels, metric_value, number, visible
 from jetrl.runs.history import RunHistory, history_of, mean, phase_of, values_of
@@ -101,6 +109,7 @@ def show_run(path: str | Path) -> str:
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
         rows.append(("mismatch", f"{_mismatch_text(history)} different"))
+    rows.append(("digest", history.digest or "none"))
     folder = run.checkpoints_dir
     last = [path for name in ("sft/step_*", "step_*") for path in sorted(folder.glob(name))][-1:]
     rows.append(("last checkpoint", str(last[0].relative_to(folder)) if last else "none"))
@@ -135,9 +144,8 @@ _MEDIANS = (
 )
 _TOTALS = ("num_steps", "elapsed_s", "num_tokens", "num_different")  # fields of a run's history
 _OWN = ("run.name", "run.dir")  # settings that differ between any two runs
+_SHORT = 12  # digits of a digest in the table
 _NAMED = 4  # maximum metrics named for the first differing step
-
-Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,8 @@ class RunBeside:
             memory.
         differs_at: That line; None if all common lines are the same.
         different: Its metrics that differ, as (first run, this run).
+        digest: After its last step; "" if it has none.
+        match: The comparison of its digests with those of the first run.
     """
 
     name: str
@@ -166,6 +176,8 @@ class RunBeside:
     same_lines: int
     differs_at: Line | None
     different: Mapping[str, tuple[float | None, float | None]]
+    digest: str
+    match: DigestMatch
 
 
 @dataclass(frozen=True)
@@ -179,11 +191,19 @@ class Comparison:
         first = self.runs[0].common_lines
         return all(r.same_lines == r.common_lines == first for r in self.runs)
 
+    @property
+    def same_digest(self) -> bool:
+        """Return True if every run has all steps of the first, with the same digests."""
+        return all(run.match.same for run in self.runs)
 
-def compare_runs(paths: Sequence[str | Path]) -> Comparison:
+
+def compare_runs(paths: Sequence[str | Path], check_digests: bool = False) -> Comparison:
+    """Compare runs; `check_digests` raises UserError for a digest that does not fit its steps."""
     if len(paths) < 2:
         raise UserError("a comparison needs at least two runs")
     runs = [RunDirectory.open(path) for path in paths]
+    for run in runs if check_digests else ():
+        check_chain(digested_lines(run.metrics()), str(run.metrics_file))
     lines = [{(phase_of(r), int(r["step"])): r for r in run.metrics()} for run in runs]
     common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))
     names, config = labels([run.path for run in runs]), runs[0].config()
@@ -203,6 +223,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("steps", *(count(run.num_steps) for run in runs)),
         ("wall time", *(duration(run.elapsed_s) for run in runs)),
         ("tokens different", *map(_mismatch_text, runs)),
+        ("digest", *(run.digest[:_SHORT] or "none" for run in runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
         cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)
@@ -221,18 +242,42 @@ def bits_in_words(run: RunBeside, first: RunBeside) -> str:
             f"{run.name}: the same bits as {first.name} in all {count(run.common_lines)} lines of "
             "metrics.jsonl that both have, except times, speeds and memory"
         )
-    phase, step = run.differs_at
     named = [
         f"{name} {_exactly(ours)}, not {_exactly(theirs)}"
         for name, (theirs, ours) in list(run.different.items())[:_NAMED]
     ]
     more = len(run.different) - len(named)
-    where = f"{'supervised ' if phase == 'sft' else ''}step {step}"
     return (
         f"{run.name}: the same bits as {first.name} in {count(run.same_lines)} lines of "
-        f"metrics.jsonl; differs at {where}: {'; '.join(named)}"
+        f"metrics.jsonl; differs at {words_of(run.differs_at)}: {'; '.join(named)}"
         + (f"; and {more} more" if more else "")
     )
+
+
+def digest_in_words(run: RunBeside, first: RunBeside) -> str:
+    """Tell whether a run has the digest of the first run, or the first field that differs."""
+    match = run.match
+    if match.at is None:
+        return f"{first.name}: no steps, so {run.name} cannot be compared with it by digest"
+    step, names = words_of(match.at), {"first": first.name, "other": run.name}
+    lacking = " and ".join(names[which] for which in match.lacking)
+    if match.same is None:
+        return (
+            f"{run.name}: not compared with {first.name} by digest: no digest of {step} in "
+            f"{lacking} (an earlier version of jetrl wrote it, or began the run)"
+        )
+    if match.same:
+        return f"{run.name}: the same digest as {first.name} after {step}: {first.digest}"
+    if lacking:
+        return f"{run.name}: not the same steps as {first.name}: {lacking} has no {step}"
+    if not match.fields:
+        return (
+            f"{run.name}: the digest differs from {first.name}'s at {step}, because of an earlier "
+            "step whose line is missing in metrics.jsonl"
+        )
+    field, *more = match.fields
+    others = f" (also {', '.join(more)})" if more else ""
+    return f"{run.name}: the digest differs from {first.name}'s at {step}, first in {field}{others}"
 
 
 def _beside(
@@ -259,11 +304,16 @@ def _beside(
         same_lines=len(common_lines) if at is None else common_lines.index(at),
         differs_at=at,
         different=different,
+        digest=history.digest,
+        match=match_digests(digested_lines(first_lines.values()), digested_lines(lines.values())),
     )
 
 
 def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
     ours, theirs = reproducible(other), reproducible(first)
+    # A run of an earlier version has no digest, which is no difference in bits.
+    for name in {"digest/run"} & (ours.keys() ^ theirs.keys()):
+        ours.pop(name, None), theirs.pop(name, None)
     return {
         name: (theirs.get(name), ours.get(name))
         for name in {**theirs, **ours}

@@ -149,11 +149,13 @@ def _header(
         about.append(f"started {date(history.started)}")
     reason = attempts[-1].reason if attempts and state != "running" else ""
     reason_line = f'<p class="soft">{text(state)}: {text(reason)}</p>' if reason else ""
+    digest = f"digest after the last step: {history.digest}" if history.digest else ""
     return Html(
         '<p class="kicker">jetrl run report</p>'
         f'<div class="title"><h1>{text(run.name)}</h1>'
         f'<span class="pill {STATE_TONES.get(state, "")}">{text(state)}</span></div>'
         f'<p class="soft">{text(" · ".join(about))}</p>{reason_line}'
+        f'<p class="soft" style="overflow-wrap:anywhere">{text(digest)}</p>'
     )
 
 

@@ -27,14 +27,25 @@ Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Tokens = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
 
 
+class DigestRecord(Stored):
+    """The digest of a run after a step ("run"), and the step's fields by name (runs/digest.py)."""
+
+    __pydantic_extra__: dict[Name, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = Field(
+        init=False
+    )
+
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class MetricsLine(Stored):
-    """A line of metrics.jsonl: step number, time, and metrics by name."""
+    """A line of metrics.jsonl: step number, time, metrics by name, and the digest."""
 
     __pydantic_extra__: dict[str, Number] = Field(init=False)
 
     step: Step
     time: UnixTime = 0.0
     phase: Phase = "rl"
+    digest: DigestRecord | None = None
     num_tokens: Tokens = Field(0, alias="mismatch/num_tokens")
     num_different: Tokens = Field(0, alias="mismatch/num_different")
 

@@ -39,6 +39,7 @@ from jetrl.runs.attempts import (
     versions,
     write_attempt,
 )
+from jetrl.runs.digest import Digest
 from jetrl.runs.directory import (
     READING,
     RunDirectory,
@@ -125,8 +126,10 @@ class RunWriter(RunDirectory):
         end = {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
         write_attempt(self.path, end)
 
-    def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
-        """Append a step's metrics; a process killed after this call does not lose them.
+    def write_step(
+        self, stats: StepStats, phase: Phase = "rl", digest: Digest | None = None
+    ) -> None:
+        """Append a step's metrics and digest; a process killed after this call keeps them.
 
         Raises ValueError if a metric is not registered, or the step is not after the last one.
         """
@@ -139,6 +142,7 @@ class RunWriter(RunDirectory):
             "time": time.time(),
             **({"phase": phase} if phase != "rl" else {}),
             **check_metrics(stats.metrics),
+            **({} if digest is None else {"digest": dict(digest)}),
         }
         assert self._metrics_writer is not None
         with storing(self.metrics_file):
@@ -269,7 +273,9 @@ class FollowingWriter(RunWriter):
     def end_attempt_for_hang(self, reason: str) -> None:
         """Do nothing: the attempt is rank 0's."""
 
-    def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
+    def write_step(
+        self, stats: StepStats, phase: Phase = "rl", digest: Digest | None = None
+    ) -> None:
         """Do nothing: rank 0 writes the metrics."""
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:

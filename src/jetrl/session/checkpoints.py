@@ -32,6 +32,7 @@ from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.runs.metrics import is_eval_mean
+from jetrl.runs.schemas import DigestRecord
 from jetrl.runs.storage import storing
 from jetrl.runs.writer import RunWriter
 from jetrl.settings.loading import Settings
@@ -93,6 +94,7 @@ class States(Stored):
     """
 
     data: Digest | None = None
+    digest: DigestRecord | None = None
     prompts: dict[str, PassRate] = Field(default_factory=dict)
     partial_rollouts: list[WaitingGroup] = Field(default_factory=list, alias="partial rollouts")
     micro_batches: MicroBatchState | None = None
@@ -334,7 +336,8 @@ class RunCheckpoints:
             metrics = loaded.extra.get("metrics")
             if last < loaded.step and metrics:  # interrupted between checkpoint and metrics line
                 try:
-                    self._run.write_step(StepStats(loaded.step, metrics))
+                    digest = loaded.extra["states"].get("digest")
+                    self._run.write_step(StepStats(loaded.step, metrics), digest=digest)
                 except ValueError as error:
                     raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
             return lost
@@ -361,7 +364,7 @@ class RunCheckpoints:
         check_extra(loaded.extra, f"{latest.path}/state.json")
         # Notes for the user: skipped damaged checkpoints, a changed number of ranks.
         notes = [*latest.notes, f"resumed after {unit} {loaded.step}"]
-        notes += self.components.load_states(loaded.extra["states"])
+        notes += self.components.load_states({"digest": None, **loaded.extra["states"]})
         size = world().size
         if loaded.ranks != size:
             notes.append(f"resumed on {size} rank{'s' * (size > 1)}, was {loaded.ranks}")

@@ -21,6 +21,7 @@ from typing import Self
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
+from jetrl.runs.digest import as_metric
 from jetrl.session.building import build_reference, value_model
 from jetrl.session.evaluate import Evaluation, evaluate
 from jetrl.session.examples import demonstration
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """Outcome of a run, and why it `stopped` early; paths are None if nothing was written.
 
-    `chats`: True if it trained on chat prompts rather than plain text.
+    `chats`: True if it trained on chat prompts rather than plain text. `digest`: of all its steps,
+    64 hex digits (runs/digest.py); "" if it has none.
     """
 
     run_path: Path
@@ -75,6 +77,7 @@ class RunResult:
     steps: int
     stopped: str = ""
     chats: bool = False
+    digest: str = ""
 
 
 class OpenRun:
@@ -439,6 +442,12 @@ class Session(OpenRun):
             **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
             **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
+        # Before the checkpoint, from which a resumed run continues the digest.
+        digest = run.digest.advance(
+            ("rl", number), models=self.trainer.models, metrics=metrics, samples=step.samples
+        )
+        if digest is not None:
+            metrics["digest/run"] = as_metric(digest)
         run.checkpoints.check()  # raises if the background one has failed
         # Write the checkpoint first: if interrupted in between, a resume writes the metrics line.
         if run.checkpoints.is_due(number) or is_last:
@@ -448,7 +457,7 @@ class Session(OpenRun):
         metrics |= distributed_metrics(metrics, run.phases.waited_s)
         self.last_step = replace(step, metrics=metrics)
         # Write the metrics line last: a step without one is repeated by a resume.
-        run.write_line(number, metrics, step.samples)
+        run.write_line(number, metrics, step.samples, digest=digest)
         self._step_notes.on_record(number, metrics)
 
     def finish(self, out: str | Path | None = None) -> RunResult:
@@ -475,6 +484,7 @@ class Session(OpenRun):
             steps=self.last_step.number,
             stopped=stopped,
             chats=any(encoded.prompt.messages is not None for encoded in self.context.prompts),
+            digest=run.digest.text,
         )
 
     # Parts of the verbs

@@ -16,6 +16,7 @@ from typing import Any
 
 from jetrl.errors import TimeLimitReached
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.runs.digest import as_metric
 from jetrl.session.examples import preference_pair
 from jetrl.session.open import open_reward_context
 from jetrl.session.prompt_order import PromptOrder
@@ -66,8 +67,11 @@ class SupervisedUpdates:
                 value = self._eval_value(update)
                 if value is not None:
                     metrics[self.eval_metric] = value
+            digest = run.digest.advance(("sft", update), [run.context.model], metrics)
+            if digest is not None:
+                metrics["digest/run"] = as_metric(digest)
             # Write metrics before the checkpoint: a resume drops lines after its checkpoint.
-            run.write_line(update, metrics, phase="sft")
+            run.write_line(update, metrics, phase="sft", digest=digest)
             # This may request a stop; all ranks decide together.
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))

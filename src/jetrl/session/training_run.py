@@ -25,6 +25,7 @@ from jetrl.memory.plan import GIB, shown
 from jetrl.precision.plan import words_of
 from jetrl.rollout.options import Progress
 from jetrl.runs.attempts import StatusFile
+from jetrl.runs.digest import Digest
 from jetrl.runs.directory import settings_of_resume
 from jetrl.runs.history import summary_of
 from jetrl.runs.report import write_report
@@ -33,6 +34,7 @@ from jetrl.runs.storage import storing
 from jetrl.runs.trackers import Trackers, open_trackers
 from jetrl.runs.writer import FOLDER, open_run_directory
 from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.session.digest import RunDigest
 from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Display, MemoryPeaks, Phases
 from jetrl.session.prompt_order import PromptDigest
@@ -83,6 +85,8 @@ class TrainingRun:
         self._observe_phases(stack, hang_state)
         self.checkpoints = RunCheckpoints(self.directory, self.settings)
         self.checkpoints.components.register("data", PromptDigest(context.prompts))
+        self.digest = RunDigest()
+        self.checkpoints.components.register("digest", self.digest)
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
@@ -170,9 +174,10 @@ class TrainingRun:
         metrics: Mapping[str, float],
         samples: Sequence[Sample] = (),
         phase: Phase = "rl",
+        digest: Digest | None = None,
     ) -> None:
         stats = StepStats(step, metrics, samples)
-        self.directory.write_step(stats, phase)
+        self.directory.write_step(stats, phase, digest)
         self.display.step(stats)
         self.trackers.log(step, metrics)
 
