@@ -18,6 +18,19 @@ Corrections of the mismatch, by w = trainer / sampler (1 in an exact flow), per 
     icepop         mis of tokens, with wide bounds
     sequence_mask  1 if low <= w <= high, else 0       drops sequences by their geometric mean
 
+On a CPU a loss and its gradient have one set of bits (`loss_math`). Per token, in float32, with the
+constants 1 - clip and 1 + clip_high rounded from float64, A the advantage, w the weight, c the
+correction's weight and k the KL's:
+
+    ratio = exp(min(trainer - behavior, log of the largest float32))
+    loss  = -min(ratio * A, clamp(ratio, 1 - clip, 1 + clip_high) * A)       clipped ratios
+    each  = (loss * c + k * estimate) * w,      L = loss_sum(each)
+    dL / dtrainer = ((-(w * c) * A) * ratio, or 0 where clipped) + (w * k) * slope of the estimate
+
+"clipped" is where the clamp changes the ratio and its product is the smaller one. The slope of k3
+is added as -((g * (expm1 + 1)) - g), g = w * k. Ratios of sequences take `sequence_mean` of
+trainer - behavior, and of the gradient that reaches it.
+
 Weights refer to the whole update, so micro-batch losses are summed. Masked tokens count in the
 denominator of the mean. Default bounds and sources are in `jetrl.settings.algorithms`.
 """
