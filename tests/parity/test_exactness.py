@@ -52,7 +52,8 @@ def policy(plan: PrecisionPlan | str, family: str = "qwen3") -> Policy:
     [
         ("jet", "qwen3"),
         ("int8", "qwen3"),
-        (PrecisionPlan.preset("int8").replace(queries="int8"), "qwen3"),
+        ("integer", "qwen3"),
+        ("integer", "llama"),
         *(("unified", family) for family in FAMILIES),
     ],
 )

@@ -28,6 +28,7 @@ TABLE = {  # docs/precision.md: rollout linears, training linears, keys and valu
     "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": ("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
     "int8": ("int8", "int8", "int8", "bf16", "bf16"),
+    "integer": ("int8", "int8", "int8", "bf16", "int8x2"),
 }
 
 
@@ -36,7 +37,8 @@ def test_presets_are_the_table(name: str) -> None:
     plan = PrecisionPlan.preset(name)
     row = (plan.rollout_linear, plan.train_linear, plan.kv, plan.rest, plan.lm_head)
     assert row == TABLE[name]
-    assert plan.exact == (name in ("jet", "unified", "int8"))
+    assert plan.exact == (name in ("jet", "unified", "int8", "integer"))
+    assert plan.defined == (name == "integer")
     assert (plan.bf16_rounding == "dithered") == (name in ("bf16", "mixed"))
     for one in (plan, plan.replace(bf16_rounding="nearest")):
         assert PrecisionPlan.from_dict(one.to_dict()) == one
@@ -53,6 +55,18 @@ def test_unknown_preset_and_option_are_named() -> None:
         PrecisionPlan.preset("jet").replace(first_layer=1)
     with pytest.raises(UserError, match="fp32 preset takes no options"):
         PrecisionPlan.preset("fp32").replace(kv="fp8")
+
+
+@pytest.mark.parametrize(
+    "option", ["first_layers_bf16=1", "lm_head=bf16", "grad_output=e4m3", "last_layers_bf16=1"]
+)
+def test_an_option_that_takes_the_definition_away_is_refused(option: str) -> None:
+    key, _, value = option.partition("=")
+    settings = PrecisionSettings(preset="integer", **{key: int(value) if value == "1" else value})
+    with pytest.raises(UserError, match=rf"precision\.{key}: preset integer has the same bits"):
+        PrecisionPlan.from_settings(settings)
+    settings = PrecisionSettings(preset="integer", key_smoothing=True)
+    assert PrecisionPlan.from_settings(settings).defined
 
 
 def test_layers_kept_in_bf16_are_so_on_both_sides() -> None:

@@ -32,7 +32,7 @@ def of_prompt(completions, place, n=PARAMS.n):
     return completions[place * n : (place + 1) * n]
 
 
-@pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0), ("int8", 1.0)])
+@pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0), ("integer", 1.0)])
 def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
     policy = make_policy(preset)
     engine = RolloutEngine(policy, max_batch_size=6, page_size=4, max_prefill_tokens=10)

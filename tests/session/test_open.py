@@ -179,6 +179,18 @@ def test_the_reference_is_never_of_an_attempt_before_the_first_step(
     assert line["policy/kl_ref"] == 0, "before the first update it is the policy"
 
 
+@pytest.mark.parametrize(
+    "undefined",
+    ["adapter.kind=lora", "rollout.speculation=head", "algorithm.name=ppo critic.path=policy"],
+)
+def test_what_has_no_definition_is_refused_under_the_plan_integer(
+    undefined: str, words: list[str]
+) -> None:
+    given = [*words, "precision.preset=integer", *undefined.split()]
+    with pytest.raises(UserError, match=r"not defined for every machine yet, as preset integer"):
+        train(load_config("demo", given))
+
+
 MEANT = [("unified", "kv", "int8+fp8", "bf16"), ("mixed", "bf16_rounding", "nearest", "dithered")]
 
 

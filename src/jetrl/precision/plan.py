@@ -187,7 +187,15 @@ class PrecisionPlan:
                 "precision.weights_through_bf16 = true is for FP8 weights of the sampler: leave it "
                 "out, or use precision.preset = mixed"
             )
-        return plan.replace(**options)
+        chosen = plan.replace(**options)
+        if plan.defined and not chosen.defined:
+            changed = [key for key, value in options.items() if value != getattr(plan, key)]
+            raise UserError(
+                f"precision.{', precision.'.join(changed)}: preset {plan.name} has the same bits "
+                "on every machine, and would not with this: leave it out, or use "
+                "precision.preset = int8"
+            )
+        return chosen
 
     def replace(self, **options: Any) -> PrecisionPlan:
         """Return a plan with some fields changed; UserError for a field that does not exist."""
@@ -232,6 +240,13 @@ class PrecisionPlan:
     def integer_attention(self) -> bool:
         """True if attention multiplies INT8 codes only (`kernels.attention.integer`)."""
         return number_format(self.queries) is INT8
+
+    @property
+    def defined(self) -> bool:
+        """True if every operation has one result, the same on every machine (docs/bits.md)."""
+        integer = self.integer_attention and self.gradient.integer
+        in_bf16 = self.first_layers_bf16 or self.last_layers_bf16
+        return integer and number_format(self.lm_head).two_planes and not in_bf16
 
     @property
     def exact(self) -> bool:
@@ -391,6 +406,8 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
         "bit for bit equal (checked every step)" if plan.exact else "not promised (measured)"
     )
     rows.append(("sampler and trainer log-probs", agreement))
+    if plan.defined:
+        rows.append(("results of a run", "the same bits on every machine (docs/bits.md)"))
     return rows
 
 

@@ -166,6 +166,7 @@ def check_run(
     if unfit and settings.algorithm.from_file and settings.loop.steps:
         raise UserError("; ".join(unfit))
     notes = _check_correction(settings.algorithm, plan)
+    _check_defined(settings, plan)
     config = model_config(settings)
     others = OtherModels.of(settings)
     # Plan memory with the shortest prompts: a lower bound that fails early.
@@ -324,6 +325,24 @@ def _check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list
         f"algorithm.correction = {correction} has no effect under the exact plan {plan.name!r}: "
         "every weight is 1. Leave it out, or set algorithm.correction_under_exact_plan=true"
     )
+
+
+def _check_defined(settings: Settings, plan: PrecisionPlan) -> None:
+    """Refuse what has no definition yet under a plan that has the same bits on every machine."""
+    undefined = {
+        "adapter.kind = lora": settings.adapter.kind == "lora",
+        "critic.path": settings.critic.path is not None,
+        "algorithm.calibrate_clip_every": settings.algorithm.calibrate_clip_every > 0,
+        f"rollout.speculation = {settings.rollout.speculation}": settings.rollout.asks_head,
+        "reward.model_path": settings.reward.model_path is not None,
+    }
+    for setting, asked in undefined.items():
+        if asked and plan.defined:
+            raise UserError(
+                f"{setting}: its operations are not defined for every machine yet, as preset "
+                f"{plan.name} needs them (docs/bits.md); leave it out, or use "
+                "precision.preset = int8"
+            )
 
 
 def _check_contexts(

@@ -363,7 +363,10 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
     checks = [_batch_check(name, f, f(slice(None))) for name, f in by_rows.items()]
-    exact = (name for name in PRESETS if PrecisionPlan.preset(name).exact)
+    plans = map(PrecisionPlan.preset, PRESETS)
+    exact = [
+        p.name for p in plans if p.exact and not (p.defined and has_kernels(torch.device(device)))
+    ]
     return [*checks, *(_flow_check(name, device) for name in exact)]
 
 

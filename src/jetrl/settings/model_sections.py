@@ -30,7 +30,7 @@ class PrecisionSettings(Section):
     """KV-cache dtype; `int8+fp8` sets keys and values separately. Default: from the preset"""
     key_smoothing: bool | None = None
     """smooth INT8 keys with fixed per-channel factors and a Hadamard rotation (docs/precision.md).
-    Default: true for presets int8 and unified"""
+    Default: true for presets int8, integer and unified"""
     lm_head: Literal["bf16", "fp8"] | None = None
     """format of the output projection. Default: from the preset (bf16)"""
     base: presets.BaseFormat | None = None

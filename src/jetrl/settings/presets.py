@@ -49,6 +49,9 @@ PRESETS = {
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16", key_smoothing=True),
     "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", key_smoothing=True),
+    "integer": PresetFormats(
+        "int8", "int8", "int8", "bf16", "int8x2", "int8", key_smoothing=True, queries="int8"
+    ),
 }
 DEFAULT_PRESET = "int8"
 BF16_PRESET = "bf16"
