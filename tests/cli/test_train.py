@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 import types
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class FakeLoop:
         run = Path("runs") / str(settings.run.name)
         names = {"report": "report.html", "checkpoint": "checkpoints/step_000060", "model": "model"}
         paths = {f"{name}_path": run / place for name, place in names.items()}
-        return types.SimpleNamespace(run_path=run, steps=60, stopped="", chats=self.chats, **paths)
+        facts = {"run_path": run, "steps": 60, "stopped": "", "chats": self.chats}
+        return types.SimpleNamespace(**facts, **paths, digest="ab" * 32)
 
 
 @pytest.fixture
@@ -53,11 +55,12 @@ def test_train_of_the_demo_says_what_next(
     assert done.code == 0
     assert done.out.startswith("demo, unchanged, takes about 3 minutes on two CPU cores; ")
     run = Path("runs") / "demo"
-    assert done.out.splitlines()[-5:] == [
+    assert done.out.splitlines()[-6:] == [
         f"run         {run}",
         f"report      {run / 'report.html'}",
         f"checkpoint  {run / 'checkpoints' / 'step_000060'}",
         f"model       {run / 'model'}",
+        f"digest      {'ab' * 32}",
         f"sample from it: jetrl sample {run / 'model'} '12+07='",
     ]
     # Options may stand between the recipe and its overrides.
@@ -203,8 +206,9 @@ def test_a_real_run_from_the_command_line(
     words = ["demo", *SMALL]
     done = jetrl("train", *words)
     assert done.code == 0, done.err
-    for line in done.out.splitlines()[-6:-2]:
+    for line in done.out.splitlines()[-7:-3]:
         assert Path(line.split()[1]).exists()
+    assert re.fullmatch("digest +[0-9a-f]{64}", done.out.splitlines()[-3])
     reading = "in this task answers are written backwards, lowest digit first: 20+05=520 is right"
     assert done.out.splitlines()[-1].startswith(reading)
     assert reading in done.out.split("step 1/1")[0], "also before the first step"
