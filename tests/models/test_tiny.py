@@ -61,7 +61,8 @@ def test_random_weights_are_made_one_at_a_time_and_in_any_order_the_same() -> No
         if not name.endswith("norm.weight"):
             std = 0.02 / (math.sqrt(6) if name.endswith((".o.weight", ".down.weight")) else 1)
             expected = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
-            assert torch.equal(tensor, expected), name
+            # torch's normal_ differs between instruction sets by a unit of the last place.
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_bpe_spells_any_text(jsonl: Path) -> None:

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 # What the kernels may know of the precision package: how numbers are rounded, not which plan.
 KERNELS_MAY_IMPORT = tuple(
     f"jetrl.precision.{name}."
-    for name in ["backend", "formats", "gemm", "quantize", "exact", "gradients"]
+    for name in ["angles", "backend", "formats", "gemm", "quantize", "exact", "gradients"]
 ) + tuple(f"jetrl.precision.{name}." for name in ["triton", *(b.name for b in BACKENDS)])
 BACKEND = f"({'|'.join(backend.name for backend in BACKENDS)})"
 KERNELS = f"(triton|{BACKEND})"

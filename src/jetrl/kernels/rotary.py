@@ -1,6 +1,9 @@
 """Rotary position embedding in the half-rotation layout of Llama and Qwen.
 
-Source: Su et al., RoFormer (arXiv 2104.09864). Sampling and training share one table of angles.
+Source: Su et al., RoFormer (arXiv 2104.09864). Sampling and training share one table of angles:
+
+    table[p] = float32(attention_factor * cos_and_sin(p * inverse_frequencies))         in float64
+    rotary   = first * cos - second * sin, second * cos + first * sin                   in float32
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.precision.angles import cos_and_sin
 from jetrl.precision.quantize import hadamard
 
-_POSITIONS_AT_ONCE = 2**18  # limits the float64 temporaries, which are 4x the size of their rows
+_POSITIONS_AT_ONCE = 2**9  # so that the float64 temporaries stay in a processor's cache
 
 
 def rotary_table(
@@ -27,7 +31,7 @@ def rotary_table(
         rows = np.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), dtype=np.float64)
         # In float64, rounded once at the end, since angles grow to thousands of turns.
         angles = np.outer(rows, inverse_frequencies)
-        wide = attention_factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        wide = attention_factor * np.stack(cos_and_sin(angles), axis=1)
         table[start : start + len(rows)] = wide
     return torch.from_numpy(table)
 

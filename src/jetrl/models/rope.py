@@ -1,7 +1,8 @@
 """Rotary frequencies, and the two rules that stretch them to a longer context: llama3 and YaRN.
 
 A rule is read from config.json's `rope_scaling` (transformers 4) or `rope_parameters` (5), and
-computed as transformers does (ROPE_INIT_FUNCTIONS), in float64. No torch in this file.
+computed as transformers does (ROPE_INIT_FUNCTIONS), in float64. Powers and logs are rounded to
+nearest (`precision.angles`). No torch in this file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from jetrl.errors import UserError
 from jetrl.models.config_schema import HfConfig, Rope
+from jetrl.precision import angles
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,8 @@ class YarnScaling:
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         pairs = len(frequencies)
         low, high = (
-            2 * pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
+            2 * pairs * angles.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * angles.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
         )  # fmt: skip
         if self.truncate:
@@ -90,7 +92,7 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
     rule if there is one.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    frequencies = 1.0 / theta**exponents
+    frequencies = 1.0 / np.array([angles.power(theta, float(each)) for each in exponents])
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
 
@@ -159,4 +161,4 @@ def _yarn(rope: Rope, where: str, original: int) -> YarnScaling:
 
 def _magnitude(factor: float, mscale: float = 1.0) -> float:
     """Return the attention factor of a stretch: 0.1 mscale log(factor) + 1 (YaRN, sec. 3.4)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * mscale * angles.log(factor) + 1.0

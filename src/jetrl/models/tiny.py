@@ -5,6 +5,13 @@ The initialization is fixed, since runs depend on its bits. Matrices and biases 
 the residual stream (`o`, and the block's last) the standard deviation is divided by
 sqrt(2 * num_layers), so that the stream does not grow with depth. Norm weights are 1. One seeded
 generator fills all parameters in the order of `families.parameter_shapes`.
+
+On a CPU the generator gives uniform float32 values u, and each block of 16 of them, the last one
+padded with draws that are dropped, becomes normal values by Box and Muller's rule in float64:
+
+    radius    = sqrt(-2 * log(1 - u[i]))                        i = 0 to 7
+    c, s      = cos_and_sin(2 pi * u[i + 8])
+    x[i]      = float32(radius * c * std),  x[i + 8] = float32(radius * s * std)
 """
 
 from __future__ import annotations
@@ -26,6 +33,8 @@ from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import Encoding, SaveDtype, save_model
+from jetrl.precision.angles import cos_and_sin
+from jetrl.precision.exact import log_positive, square_root
 
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
@@ -35,7 +44,7 @@ class RandomWeights(CodedWeights):
     """Random parameters of a model by jetrl's names, float32, each drawn on access.
 
     Values do not depend on the order of access: the state of the generator before each parameter is
-    saved. A seed gives the same weights on all CPUs, but others on a GPU, where 8B parameters take
+    saved. A seed gives the same weights on every CPU, but others on a GPU, where 8B parameters take
     a second instead of minutes. On "meta", parameters have no values. Raises UserError unless the
     seed has 64 bits.
     """
@@ -77,7 +86,19 @@ class RandomWeights(CodedWeights):
         if name.endswith(self._residual):  # these write into the residual stream
             std /= math.sqrt(2 * self._num_layers)
         # Biases too, so that tests cover them.
-        return values.normal_(0.0, std, generator=self._generator)
+        if not values.is_cpu:
+            return values.normal_(0.0, std, generator=self._generator)
+        return _normal(values.numel(), std, self._generator).view(values.shape)
+
+
+def _normal(count: int, std: float, generator: torch.Generator) -> Tensor:
+    """Return normal values, float32 [count], with the same bits on every CPU."""
+    uniform = torch.empty(-(-count // 16) * 16).uniform_(generator=generator).double()
+    first, second = uniform.view(-1, 2, 8).unbind(1)
+    radius = square_root(-2.0 * log_positive(1.0 - first))
+    cos, sin = (torch.from_numpy(x) for x in cos_and_sin((2.0 * math.pi * second).numpy()))
+    pairs = torch.stack([radius * cos * std, radius * sin * std], dim=1)
+    return pairs.float().flatten()[:count].clone()
 
 
 def make_tiny(
