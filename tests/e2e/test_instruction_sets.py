@@ -1,7 +1,6 @@
 """A run does not depend on the instruction set and the number of threads of the processor.
 
-The plan is `int8` with every operation defined: INT8 gradients, queries and head. Processes differ
-in the code that torch, MKL and NumPy choose, as machines do.
+Processes differ in the code that torch, MKL and NumPy choose, as machines do.
 """
 
 from __future__ import annotations
@@ -22,14 +21,6 @@ _OTHER = {
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX",
     "OMP_NUM_THREADS": "2",
 }
-_PROGRAM = """
-import sys
-from jetrl.cli.main import main
-from jetrl.precision.plan import amended_plans
-
-with amended_plans(lambda plan: plan.replace(queries="int8", lm_head="int8x2")):
-    sys.exit(main(["train", *sys.argv[1:]]))
-"""
 # Rewards that differ, so that RL has gradients.
 _BODY = """return float(len(completion) % 2)
 
@@ -42,12 +33,12 @@ def trained(run: Path, task: str, **environment: str) -> Path:
     """Train a random model in a process: two updates on demonstrations and two RL steps."""
     settings = [
         "recipes/demo.toml",
-        *("precision.preset=int8", "precision.grad_output=int8", *SMALL),
+        *("precision.preset=integer", *SMALL),
         *("sft.steps=2", "sft.until=1.0", "loop.steps=2", f"run.name={run.name}"),
         *("train.schedule=cosine", "checkpoint.every=1", f"run.dir={run.parent}"),
         *(f"task={task}", "task.workers=0"),
     ]
-    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, *settings]
+    command = [sys.executable, "-W", "ignore", "-m", "jetrl", "train", *settings]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )

@@ -17,6 +17,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights, make_tiny
+from jetrl.models.weights import Weights
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.formats import FP8, Rounding
 from jetrl.precision.gradients import Gradients
@@ -136,6 +137,19 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=r"device cuda: not there; use run\.device=cpu"):
             make()
+
+
+@pytest.mark.parametrize("preset, drawn_on", [("integer", "cpu"), ("int8", "cuda")])
+def test_random_weights_of_a_defined_plan_are_drawn_on_a_cpu(preset: str, drawn_on: str) -> None:
+    class AskedError(Exception):
+        pass
+
+    def weights(device: torch.device) -> RandomWeights:
+        raise AskedError(device.type)
+
+    source = ModelSource(our_config(), weights)
+    with pytest.raises(AskedError, match=drawn_on):
+        Weights(source, PrecisionPlan.preset(preset), torch.device("cuda"))
 
 
 def test_a_layer_that_moves_its_weight_is_an_error() -> None:

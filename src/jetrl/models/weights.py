@@ -68,7 +68,9 @@ class Weights:
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
     ) -> None:
-        ranks, adapter, tensors = world(), source.adapter, source.weights(device)
+        # A GPU draws other random weights than a CPU.
+        drawn_on = torch.device("cpu") if plan.defined and device.type == "cuda" else device
+        ranks, adapter, tensors = world(), source.adapter, source.weights(drawn_on)
         if adapter is not None:
             tensors, trains = adapter.over(tensors), trains or adapter.lora.trains
         assert not (frozen and trains), "a frozen model trains nothing"
