@@ -181,7 +181,13 @@ def test_the_reference_is_never_of_an_attempt_before_the_first_step(
 
 @pytest.mark.parametrize(
     "undefined",
-    ["adapter.kind=lora", "rollout.speculation=head", "algorithm.name=ppo critic.path=policy"],
+    [
+        "adapter.kind=lora",
+        "rollout.speculation=head",
+        "data.order=pass_rate",
+        "data.batch=shuffle_r1",
+        "algorithm.name=ppo critic.path=policy",
+    ],
 )
 def test_what_has_no_definition_is_refused_under_the_plan_integer(
     undefined: str, words: list[str]

@@ -219,6 +219,7 @@ def check_pairs(
     machine = machine or Machine.here(settings)
     plan = PrecisionPlan.from_settings(settings.precision)
     _check_place(settings, plan, resume, machine.cards)
+    _refuse_undefined("training a reward model", plan)
     config = model_config(settings).with_scalar_head()
     others = OtherModels()
     # Lower bound: without pairs.
@@ -335,14 +336,20 @@ def _check_defined(settings: Settings, plan: PrecisionPlan) -> None:
         "algorithm.calibrate_clip_every": settings.algorithm.calibrate_clip_every > 0,
         f"rollout.speculation = {settings.rollout.speculation}": settings.rollout.asks_head,
         "reward.model_path": settings.reward.model_path is not None,
+        "data.order = pass_rate": settings.data.order == "pass_rate",
+        "data.batch = shuffle_r1": settings.data.batch == "shuffle_r1",
     }
     for setting, asked in undefined.items():
-        if asked and plan.defined:
-            raise UserError(
-                f"{setting}: its operations are not defined for every machine yet, as preset "
-                f"{plan.name} needs them (docs/bits.md); leave it out, or use "
-                "precision.preset = int8"
-            )
+        if asked:
+            _refuse_undefined(setting, plan)
+
+
+def _refuse_undefined(what: str, plan: PrecisionPlan) -> None:
+    if plan.defined:
+        raise UserError(
+            f"{what}: its operations are not defined for every machine yet, as preset {plan.name} "
+            "needs them (docs/bits.md); use precision.preset = int8 with it"
+        )
 
 
 def _check_contexts(
