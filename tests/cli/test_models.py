@@ -234,7 +234,7 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
     """The same draws of the same FP32 weights, ended by the run's stop strings, in its limits."""
     (tmp_path / "digits.py").write_text(DIGITS)
     words = [
-        *("sft.steps=0", "loop.steps=1", "run.seed=5", f"run.dir={tmp_path}", "run.name=own"),
+        *("sft.steps=0", "loop.steps=1", "run.seed=6", f"run.dir={tmp_path}", "run.name=own"),
         *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
         *(f"task={tmp_path / 'digits.py'}:Digits", "task.workers=0", 'rollout.stop=["1", "4"]'),
         *("eval.samples=2", "eval.temperature=1.0", "eval.top_p=0.9"),
