@@ -210,9 +210,9 @@ def log_sigmoid(x: Tensor) -> Tensor:
 def square_root(x: Tensor) -> Tensor:
     """Return sqrt(x) of float32 or float64 x, rounded to nearest.
 
-    On x86, torch's own (2.13, 2.11) is off by a unit of the last place for one float32 in six, and
-    one float64 in 150; NumPy's is the processor's instruction. The root of a float32 is never so
-    near to the middle of two that float64's error of a unit decides.
+    On x86, torch's own (2.13) is off by a unit of the last place for one value in 150
+    (findings/torch_sqrt.sh); NumPy's is the processor's instruction. The root of a float32 is never
+    so near to the middle of two that float64's error of a unit decides.
     """
     if x.dtype == torch.float64:
         return torch.from_numpy(np.asarray(np.sqrt(x.numpy()))) if x.is_cpu else x.sqrt()

@@ -407,7 +407,7 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
     )
     rows.append(("sampler and trainer log-probs", agreement))
     if plan.defined:
-        rows.append(("results of a run", "the same bits on every machine (docs/bits.md)"))
+        rows.append(("results of a run", "defined for every machine (docs/bits.md)"))
     return rows
 
 
