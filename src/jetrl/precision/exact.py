@@ -39,11 +39,11 @@ import torch
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-_LN2_HIGH = 0.693359375
-_LN2_LOW = -2.12194440e-4
-_LN2 = 0.6931471805599453
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440e-4
+LN2 = 0.6931471805599453
 # Minimax polynomial of (exp(r) - 1 - r) / r**2 on [-ln2/2, ln2/2] (Cephes, expf): 1 ulp of float32.
-_EXP_TERMS = (
+EXP_TERMS = (
     1.9875691500e-4,
     1.3981999507e-3,
     8.3334519073e-3,
@@ -51,7 +51,7 @@ _EXP_TERMS = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-_EXP_UNDERFLOW = -87.0
+EXP_UNDERFLOW = -87.0
 _EXP_OVERFLOW = 89.0
 _SUM_BITS = 30  # values fit into int32, and up to 2**23 of them into a float64 sum
 _SQUARES_BITS = 19
@@ -130,20 +130,20 @@ def sum_of_rows(x: Tensor) -> Tensor:
 
 def exp_nonpositive(x: Tensor) -> Tensor:
     """Return exp(x) for float32 x <= 0, within 1 ulp: 0 below -87, exactly 1 at 0, NaN for NaN."""
-    clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
+    clamped = x.clamp(min=EXP_UNDERFLOW - 1)
     n, y = _reduced_expm1(clamped)
     power = _power_of_two(n.to(torch.int32))
-    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y.add_(1.0).mul_(power))
+    return torch.where(clamped < EXP_UNDERFLOW, 0.0, y.add_(1.0).mul_(power))
 
 
 def exp(x: Tensor) -> Tensor:
     """Return exp(x) for float32 x, within 1 ulp: 0 below -87, infinite above 88.72, NaN for NaN."""
-    clamped = x.clamp(_EXP_UNDERFLOW - 1, _EXP_OVERFLOW)
+    clamped = x.clamp(EXP_UNDERFLOW - 1, _EXP_OVERFLOW)
     n, y = _reduced_expm1(clamped)
     # 2**n in two factors, since 2**128 is not a float32.
     half = n.to(torch.int32) >> 1
     y = y.add_(1.0).mul_(_power_of_two(half)).mul_(_power_of_two(n.to(torch.int32) - half))
-    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y)
+    return torch.where(clamped < EXP_UNDERFLOW, 0.0, y)
 
 
 def expm1(x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def expm1(x: Tensor) -> Tensor:
 
     For |x| below about ln(2) / 2 it is the polynomial of `exp` before 1 is added.
     """
-    n, y = _reduced_expm1(x.clamp(_EXP_UNDERFLOW - 1, _EXP_OVERFLOW))
+    n, y = _reduced_expm1(x.clamp(EXP_UNDERFLOW - 1, _EXP_OVERFLOW))
     return torch.where(n == 0, y, exp(x) - 1.0)
 
 
@@ -159,9 +159,9 @@ def _reduced_expm1(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return n and exp(r) - 1, float32, with x = n * ln 2 + r and |r| <= ln(2) / 2."""
     # ln 2 is in two parts, so that r keeps its low bits.
     n = (x * LOG2_E).round_()
-    r = (x - n * _LN2_HIGH).sub_(n * _LN2_LOW)
-    y = torch.full_like(r, _EXP_TERMS[0])
-    for term in _EXP_TERMS[1:]:
+    r = (x - n * LN2_HIGH).sub_(n * LN2_LOW)
+    y = torch.full_like(r, EXP_TERMS[0])
+    for term in EXP_TERMS[1:]:
         y = y.mul_(r).add_(term)
     return n, y.mul_(r).mul_(r).add_(r)
 
@@ -194,7 +194,7 @@ def log_positive(x: Tensor) -> Tensor:
     series = torch.full_like(s, 1.0 / 25.0)
     for odd in range(23, 0, -2):
         series = series * square + 1.0 / odd
-    return exponent * _LN2 + 2.0 * s * series
+    return exponent * LN2 + 2.0 * s * series
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
