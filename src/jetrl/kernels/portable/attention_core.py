@@ -54,7 +54,10 @@ def power_of_two(n):
 @triton.jit
 def ceiling(x):
     """Return n_i of x_i: the integer, in float32, at or above x + |x| * 2**-22."""
-    return tl.ceil(tl.fma(tl.abs(x), _ABOVE_ROUNDING, x))
+    above = tl.fma(tl.abs(x), _ABOVE_ROUNDING, x)
+    # Not tl.ceil, which takes subnormal values for 0. From 2**23 on, values are integers.
+    cut = above.to(tl.int32).to(tl.float32)
+    return tl.where(tl.abs(above) < 8388608.0, tl.where(cut < above, cut + 1.0, cut), above)
 
 
 @triton.jit
