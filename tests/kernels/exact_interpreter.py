@@ -1,4 +1,4 @@
-"""Triton's interpreter with an exact fma: its own rounds the product first.
+"""Triton's interpreter with an exact fma (its own rounds the product) and casts of bfloat16.
 
 TRITON_INTERPRET=1 python PROGRAM that imports this module before it launches a kernel
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from jetrl.precision import exact
@@ -18,6 +19,18 @@ def _fma(_: Any, x: Any, y: Any, z: Any) -> Any:
     return interpreter.TensorHandle(exact.fma(a, b, c).numpy(), z.dtype.scalar)
 
 
+def _cast(builder: Any, source: Any, dtype: Any) -> Any:
+    """Cast between float32 and bfloat16 by torch: Triton truncates, and changes tiny values."""
+    kinds = source.dtype.scalar, dtype.scalar
+    if kinds == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
+        return interpreter.TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
+    if kinds == (tl.bfloat16, tl.float32):
+        wide = torch.from_numpy(source.data.view("int16").copy()).view(torch.bfloat16).float()
+        return interpreter.TensorHandle(wide.numpy(), tl.float32)
+    return _other_cast(builder, source, dtype)
+
+
 def _with_index(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
     # NumPy 2.4 refuses int() of an array of one element.
@@ -26,4 +39,6 @@ def _with_index(tensor: Any, scope: Any) -> None:
 
 _patch = interpreter._patch_lang_tensor
 interpreter.InterpreterBuilder.create_fma = _fma
+_other_cast = interpreter.InterpreterBuilder.cast_impl
+interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter._patch_lang_tensor = _with_index

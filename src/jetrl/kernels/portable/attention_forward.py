@@ -1,0 +1,469 @@
+"""Integer attention with many queries per sequence: training forward and chunked prefill.
+
+The bits are those of `attention.integer` for every query row. First, `stage_keys` copies keys and
+values of a packed batch or of pages to blocks of 64 keys per head, values transposed for INT8
+products, next to what all queries need of the scales. Then a program attends R queries of one head
+to their keys, in blocks of 128: two consecutive staged blocks. Blocks that all its queries see need
+no masks; at most the last two do.
+
+Three choices make it fast and change no bits:
+
+* Values are staged in an order of keys in which the weights are in the registers of their product
+  already (`_in_slots`).
+* Finished splits keep A in global memory, since registers are full. Each thread stores and loads
+  its own values (`_by_thread`).
+* Factors of A that are powers of two are grouped and fused if nothing can be subnormal.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (Triton functions can annotate only constexpr arguments)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.attention.layout import BLOCK_KEYS as STAGED_KEYS
+from jetrl.kernels.attention.layout import TILE_ROWS, KeyValueCodes, QueryTiles
+from jetrl.kernels.portable.attention_core import (
+    BLOCK_KEYS,
+    SPLIT_KEYS,
+    bad_state,
+    ceiling,
+    exponentials,
+    fold,
+    fold_weights,
+    planes,
+    rounded_sum,
+    score_factor,
+    weight_bits,
+)
+from jetrl.kernels.portable.attention_queries import query_codes
+
+# The planes of four weights in slots, packed: 5 instructions, 7 without it.
+_PACK = tl.constexpr(
+    "{ .reg .b32 a, b, c; prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;"
+    " prmt.b32 c, a, b, 0x5410; xor.b32 $1, c, 0x80808080; prmt.b32 $0, a, b, 0x7632; }"
+)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+# With r in this range, no product with r and a power of two is subnormal or overflows, so products
+# may be grouped and fused without a change of bits.
+_SMALLEST_EXACT, _LARGEST_EXACT = tl.constexpr(2.0**-26), tl.constexpr(2.0**96)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _key_of_slot(slot):
+    """Return the key at a slot of the staged values, a permutation of each 16 keys."""
+    # Slots 4 t to 4 t + 3 have keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: what thread t of four holds
+    # of 16 scores, and what it needs as four neighbors in the operand of INT8 products.
+    return (slot // 16) * 16 + ((slot >> 1) & 1) * 8 + ((slot >> 2) & 3) * 2 + (slot & 1)
+
+
+@triton.jit
+def _in_slots(x):
+    """Return x [R, K] with keys in the order of slots; it only renames registers."""
+    parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+    even, odd = tl.split(tl.permute(parts, (0, 1, 3, 2, 4)))
+    even_low, even_high = tl.split(even)
+    odd_low, odd_high = tl.split(odd)
+    # Split and join leave four neighbors of a row in consecutive registers.
+    parts = tl.join(tl.join(even_low, even_high), tl.join(odd_low, odd_high))
+    return tl.reshape(parts, (x.shape[0], x.shape[1]))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _stage_kernel(
+    k_ptr, v_ptr, ks_ptr, vs_ptr, blocks_ptr, k_out, v_out, scales_out, pairs_out, num_blocks,
+    G: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Stage one block of 64 keys of one head, and the scales of the pair of blocks from it on.
+
+    Args:
+        k_ptr: int8 [rows, G, D], like v_ptr; scales are float32 [rows, G].
+        blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
+        k_out: and others: `StagedKeys`, written.
+    """
+    group = tl.program_id(0) % G
+    block = tl.program_id(0) // G
+    out_block = group.to(tl.int64) * (num_blocks + 2) + block
+    # The last two blocks are zeros.
+    row0 = tl.load(blocks_ptr + block * 2, mask=block < num_blocks, other=0).to(tl.int64)
+    valid = tl.load(blocks_ptr + block * 2 + 1, mask=block < num_blocks, other=0)
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, D)
+    at = (row0 + n)[:, None] * (G * D) + group * D + d[None, :]
+    out = out_block * (KEYS * D)
+    k = tl.load(k_ptr + at, mask=(n < valid)[:, None], other=0)
+    tl.store(k_out + out + n[:, None] * D + d[None, :], k)
+    key = _key_of_slot(n)
+    at = (row0 + key)[:, None] * (G * D) + group * D + d[None, :]
+    v = tl.load(v_ptr + at, mask=(key < valid)[:, None], other=0)
+    tl.store(v_out + out + d[None, :] * KEYS + n[:, None], v)
+    k_scale = tl.load(ks_ptr + (row0 + n) * G + group, mask=n < valid, other=0.0)
+    v_scale = tl.load(vs_ptr + (row0 + n) * G + group, mask=n < valid, other=0.0)
+    scales = scales_out + out_block * (2 * KEYS) + n
+    finite = bad_state(k_scale, v_scale) == 0.0
+    tl.store(scales, tl.where(finite, k_scale, 0.0))
+    tl.store(scales + KEYS, tl.where(finite, v_scale, 0.0))
+
+    # The pair of this block and the next. It is used only if this block begins a block of 128 keys
+    # of its sequence; keys past the end of a sequence are then hidden from all queries.
+    n = tl.arange(0, 2 * KEYS)
+    pair = block + n // KEYS
+    staged = pair < num_blocks
+    row = tl.load(blocks_ptr + pair * 2, mask=staged, other=0).to(tl.int64) + n % KEYS
+    inside = n % KEYS < tl.load(blocks_ptr + pair * 2 + 1, mask=staged, other=0)
+    k_scale = tl.load(ks_ptr + row * G + group, mask=inside, other=0.0)
+    v_scale = tl.load(vs_ptr + row * G + group, mask=inside, other=0.0)
+    # Scales are not negative: their bits have their order, and NaN is above all.
+    finite = bad_state(k_scale, v_scale) == 0.0
+    bits = tl.where(finite, v_scale.to(tl.int32, bitcast=True), _NAN_BITS)
+    largest = tl.associative_scan(bits, 0, _larger).to(tl.float32, bitcast=True)
+    whole = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    pairs = pairs_out + out_block * (4 * KEYS) + n
+    tl.store(pairs, largest)
+    tl.store(pairs + 2 * KEYS, v_scale * tl.div_rn(1.0, whole))
+
+
+@dataclass(frozen=True)
+class StagedKeys:
+    """Keys and values in the layout of the forward kernel, from `stage_keys`.
+
+    N is the number of blocks plus 2; the last two are zeros, and hidden from all queries.
+
+    Attributes:
+        k: int8 [G, N, 64, D].
+        v: int8 [G, N, D, 64], keys in the order of `_key_of_slot`.
+        scales: float32 [G, N, 2, 64], of keys and of values.
+        pairs: float32 [G, N, 2, 128], for a block of 128 keys that begins here: r_i of a query
+            whose last visible key is j, and g_ij of queries that see all of them. r_i is NaN if a
+            scale is not finite.
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor
+    pairs: Tensor
+
+
+def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
+    """Return int8 codes [T, G, D] or [P, 64, G, D] in the blocks of `tiles`."""
+    assert codes.k_scales is not None, "integer attention needs scales"
+    assert codes.v_scales is not None
+    assert (codes.k.dtype, codes.v.dtype) == (torch.int8, torch.int8), f"values {codes.v.dtype}"
+    assert codes.k.ndim == 3 or codes.k.shape[1] == STAGED_KEYS, f"pages of {codes.k.shape[1]}"
+    groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
+    size = num_blocks + 2
+    staged = StagedKeys(
+        k=codes.k.new_empty((groups, size, STAGED_KEYS, head_dim)),
+        v=codes.k.new_empty((groups, size, head_dim, STAGED_KEYS)),
+        scales=codes.k_scales.new_empty((groups, size, 2, STAGED_KEYS)),
+        pairs=codes.k_scales.new_empty((groups, size, 2, BLOCK_KEYS)),
+    )
+    _stage_kernel[(groups * size,)](
+        codes.k, codes.v, codes.k_scales, codes.v_scales, tiles.key_blocks,
+        staged.k, staged.v, staged.scales, staged.pairs, num_blocks,
+        groups, head_dim, STAGED_KEYS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return staged
+
+
+@triton.jit
+def _place(j, stem_blocks, stem_block0, own_block0):
+    """Return the staged block, int64, at which block j of 128 keys of a sequence begins."""
+    start = tl.where(2 * j < stem_blocks, stem_block0, own_block0)
+    return start.to(tl.int64) + 2 * j
+
+
+@triton.jit
+def _products(q, k_ptr, block, D: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr):
+    """Return S_ij of a block, int32 [R, KEYS]."""
+    key, d = tl.arange(0, KEYS), tl.arange(0, D)
+    k = tl.load(k_ptr + block * (STAGED * D) + key[None, :] * D + d[:, None])
+    return tl.dot(q, k, out_dtype=tl.int32)
+
+
+@triton.jit
+def _planes_in_slots(bits, ASM: tl.constexpr):
+    """Return the planes hi and lo of `weight_bits` [R, K], int8 with keys in slots."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _PACK, "=r,=r,r,r,r,r", [_in_slots(bits)],
+            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return planes(_in_slots(bits))
+
+
+@triton.jit
+def _add_block(
+    s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, last_key,
+    D: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, CUT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the state (N, L, A) of a split after one more block, from its S_ij.
+
+    Queries see all its keys or, if CUT, those up to `last_key` [R], if that is not negative.
+    """
+    # Scores, and the scales of values.
+    key, d = tl.arange(0, KEYS), tl.arange(0, D)
+    at = key // STAGED * (2 * STAGED) + key % STAGED
+    scales = scales_ptr + block * (2 * STAGED) + at
+    pairs = pairs_ptr + block * (2 * KEYS)
+    y = s.to(tl.float32) * tl.load(scales)[None, :]
+    if CUT:
+        sees = last_key >= 0
+        y = tl.where(key[None, :] <= last_key[:, None], y, float("-inf"))
+        r = tl.load(pairs + tl.minimum(last_key, KEYS - 1), mask=sees, other=1.0)
+        # The e of a hidden key is so small that d is 0, if g is limited: it may have any scale.
+        g = tl.load(scales + STAGED)[None, :] * tl.div_rn(1.0, r)[:, None]
+        g = tl.minimum(g, 2.0)
+    else:
+        r = tl.load(pairs + KEYS - 1)
+        g = tl.load(pairs + KEYS + key)[None, :]
+
+    # The block's own state: n, C and the sum O.
+    n = ceiling(tl.max(y, axis=1) * a)
+    e = exponentials(y, a, n)
+    C = rounded_sum(e).to(tl.float32)
+    bad = bad_state(n, r)
+    if CUT:
+        # A block without visible keys: with n = -Inf, C = 0 and O = 0 it changes nothing.
+        n = tl.where(sees, n, float("-inf"))
+        bad = tl.where(sees, bad, 0.0)
+    hi, lo = _planes_in_slots(weight_bits(e, g), ASM)
+    at = key // STAGED * (STAGED * D) + key % STAGED
+    v = tl.load(v_ptr + block * (STAGED * D) + at[:, None] + d[None, :] * STAGED)
+    products = tl.dot(hi, v, out_dtype=tl.int32) * 256
+    total = tl.dot(lo, v, products, out_dtype=tl.int32).to(tl.float32)
+
+    # The fold.
+    N, z, z_block = fold_weights(N, n)
+    L = (L * z) + ((C + bad) * z_block)
+    if CUT:
+        A = (A * z[:, None]) + ((total * r[:, None]) * z_block[:, None])
+    elif (r >= _SMALLEST_EXACT) & (r <= _LARGEST_EXACT):
+        # One of z and z_block is 1.
+        A = tl.fma(A, z[:, None], total * (z_block * r)[:, None])
+    else:
+        A = (A * z[:, None]) + ((total * r) * z_block[:, None])
+    return N, L, A
+
+
+@triton.jit
+def _by_thread(A):
+    """Return A [R, D] as [., ., 4], in the order of registers, threads, and registers again.
+
+    If a thread holds A like a product of the tensor core, with four warps along rows, stores and
+    loads of this form move no values between threads.
+    """
+    parts = tl.reshape(A, (A.shape[0] // 16, 2, 8, A.shape[1] // 8, 4, 2))
+    parts = tl.permute(parts, (3, 0, 2, 4, 1, 5))
+    return tl.reshape(parts, (A.shape[1] // 8, A.shape[0] * 2, 4))
+
+
+@triton.jit
+def _from_threads(A, R: tl.constexpr, D: tl.constexpr):
+    """Return A [R, D], the inverse of `_by_thread`."""
+    parts = tl.reshape(A, (D // 8, R // 16, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (1, 4, 2, 0, 3, 5)), (R, D))
+
+
+@triton.jit
+def _scratch(scratch_ptr, R: tl.constexpr, D: tl.constexpr):
+    """Return pointers to A of the finished splits in the form of `_by_thread`."""
+    i, thread, register = tl.arange(0, D // 8), tl.arange(0, 2 * R), tl.arange(0, 4)
+    return (
+        scratch_ptr
+        + i[:, None, None] * (8 * R)
+        + thread[None, :, None] * 4
+        + register[None, None, :]
+    )
+
+
+@triton.jit
+def _finish_split(scratch_ptr, first, N0, L0, N, L, A, R: tl.constexpr, D: tl.constexpr):
+    """Fold a split into the finished ones: N0, L0, and A in memory. Return N0 and L0."""
+    at = _scratch(scratch_ptr, R, D)
+    if not first:
+        N0, L0, A = fold(N0, L0, _from_threads(tl.load(at), R, D), N, L, A)
+        tl.debug_barrier()
+    else:
+        N0, L0 = N, L
+    tl.store(at, _by_thread(A))
+    tl.debug_barrier()
+    return N0, L0
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_queries"])
+def _attend_kernel(
+    q_ptr, codes_ptr, k_ptr, v_ptr, scales_ptr, pairs_ptr, tiles_ptr,
+    out_ptr, statistics_ptr, scratch_ptr, num_blocks, num_queries,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    KEYS: tl.constexpr, STAGED: tl.constexpr, SPLIT: tl.constexpr, FACTOR: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Attend R queries of one head: a part of a tile, if the tile has that many rows.
+
+    Args:
+        q_ptr: bfloat16 [T, H, D], rotated; its codes are written to codes_ptr.
+        k_ptr: and the next three: `StagedKeys`.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`, of R * PARTS rows.
+        out_ptr: bfloat16 [T, H, D], written.
+        statistics_ptr: float32 [2, T, H], N and L, written.
+        scratch_ptr: float32 [programs, R, D], A of finished splits, if a context has several.
+        SPLIT: blocks per split.
+    """
+    # Heads are the fastest index, so that concurrent programs share keys in L2, then the parts of
+    # a tile, the last one first: it has the most keys.
+    head = tl.program_id(0) % H
+    item = tl.program_id(0) // H
+    tile = tiles_ptr + item // PARTS * 6
+    skip = (PARTS - 1 - item % PARTS) * R
+    rows_left = tl.load(tile + 1) - skip
+    if rows_left <= 0:
+        return
+    first = tl.load(tile + 2) + skip  # position of the first query
+    own_block0 = tl.load(tile + 3)
+    stem_blocks = tl.load(tile + 4)
+    stem_block0 = tl.load(tile + 5)
+    group_block0 = (head // GROUP).to(tl.int64) * (num_blocks + 2)
+    k_ptr += group_block0 * (STAGED * D)
+    v_ptr += group_block0 * (STAGED * D)
+    scales_ptr += group_block0 * (2 * STAGED)
+    pairs_ptr += group_block0 * (2 * KEYS)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (R * D)
+
+    row = tl.load(tile).to(tl.int64) + skip + tl.arange(0, R)
+    at = row[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    inside = tl.arange(0, R) < rows_left
+    q, q_scale = query_codes(tl.load(q_ptr + at, mask=inside[:, None], other=0.0))
+    a = q_scale * FACTOR
+    # Codes go through memory, so that products read them from shared memory, not from registers.
+    tl.store(codes_ptr + at, q, mask=inside[:, None])
+    tl.debug_barrier()
+    q = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
+
+    # N0 and L0 are of the finished splits; N, L and A are of the current split.
+    L = tl.zeros([R], tl.float32)
+    N = L - float("inf")
+    A = tl.zeros([R, D], tl.float32)
+    N0, L0 = N, L
+    whole_blocks = (first + 1) // KEYS
+    all_blocks = (first + tl.minimum(rows_left, R) - 1) // KEYS + 1
+    for begin in range(0, whole_blocks, SPLIT):
+        if begin > 0:
+            N0, L0 = _finish_split(scratch_ptr, begin == SPLIT, N0, L0, N, L, A, R, D)
+            L = tl.zeros([R], tl.float32)
+            N = L - float("inf")
+            A = tl.zeros([R, D], tl.float32)
+        for j in range(begin, tl.minimum(begin + SPLIT, whole_blocks)):
+            block = _place(j, stem_blocks, stem_block0, own_block0)
+            s = _products(q, k_ptr, block, D, KEYS, STAGED)
+            N, L, A = _add_block(
+                s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, 0, D, KEYS, STAGED, False, ASM
+            )
+    for j in tl.range(whole_blocks, all_blocks, num_stages=1):
+        if (j % SPLIT == 0) & (j > 0):
+            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, R, D)
+            L = tl.zeros([R], tl.float32)
+            N = L - float("inf")
+            A = tl.zeros([R, D], tl.float32)
+        block = _place(j, stem_blocks, stem_block0, own_block0)
+        s = _products(q, k_ptr, block, D, KEYS, STAGED)
+        last_key = first + tl.arange(0, R) - j * KEYS
+        N, L, A = _add_block(
+            s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, last_key, D, KEYS, STAGED, True, ASM
+        )
+    if all_blocks > SPLIT:
+        A0 = _from_threads(tl.load(_scratch(scratch_ptr, R, D)), R, D)
+        N, L, A = fold(N0, L0, A0, N, L, A)
+
+    out = A * tl.div_rn(1.0, L)[:, None]
+    tl.store(out_ptr + at, out.to(tl.bfloat16), mask=inside[:, None])
+    statistics = statistics_ptr + row * H + head
+    tl.store(statistics, N, mask=inside)
+    tl.store(statistics + num_queries.to(tl.int64) * H, L, mask=inside)
+
+
+def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
+    """Return causal attention of a packed batch, and what its backward needs.
+
+    Args:
+        q: bfloat16 [T, H, D], rotated, D 64 or 128; it is quantized here.
+        codes: int8 with float32 scales, [T, G, D]; stems are stored once.
+
+    Returns:
+        out, bfloat16 [T, H, D], and the statistics N and L, float32 [2, T, H].
+    """
+    return attend_staged(q, stage_keys(codes, tiles), tiles)
+
+
+def attend_prefill(
+    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+) -> Tensor:
+    """Return attention of prefill chunks q, bfloat16 [T, H, D], over pages [P, 64, G, D].
+
+    The pages must already contain the keys and values of the chunks.
+    """
+    assert split_keys == SPLIT_KEYS, f"splits of {split_keys} keys"
+    return attend_staged(q, stage_keys(pages, tiles), tiles)[0]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes that change no bits: queries per program (they divide 192), warps, stages."""
+
+    rows: int = 64
+    warps: int = 4
+    stages: int = 2  # 74 KB of shared memory for heads of 128
+
+
+_DEFAULT = Config()
+_BY_CAPABILITY = {(9, 0): Config(stages=3)}  # 108 KB: two programs per SM
+
+
+def config_of(device: torch.device) -> Config:
+    """Return the sizes for a GPU; on a CPU (Triton's interpreter) any will do."""
+    if device.type != "cuda":
+        return _DEFAULT
+    return _BY_CAPABILITY.get(torch.cuda.get_device_capability(device), _DEFAULT)
+
+
+def attend_staged(
+    q: Tensor, staged: StagedKeys, tiles: QueryTiles, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `attend_batch` of keys that are staged already."""
+    num_queries, heads, head_dim = q.shape
+    groups, num_blocks = staged.k.shape[:2]
+    assert (q.dtype, q.is_contiguous()) == (torch.bfloat16, True), f"queries of {q.dtype}"
+    assert num_queries == tiles.num_queries, f"{num_queries} queries, tiles for other lengths"
+    assert (heads % groups, head_dim) == (0, staged.k.shape[-1]), f"{heads} heads of {head_dim}"
+    assert head_dim in (64, 128), f"heads of {head_dim}"
+    config = config or config_of(q.device)
+    parts = TILE_ROWS // config.rows
+    programs = heads * parts * len(tiles.tiles)
+    out = torch.empty_like(q)
+    statistics = q.new_empty(2, num_queries, heads, dtype=torch.float32)
+    # A kernel cannot take None: without scratch, pass a placeholder.
+    scratch = statistics
+    if tiles.longest > SPLIT_KEYS:
+        scratch = q.new_empty(programs, config.rows, head_dim, dtype=torch.float32)
+    _attend_kernel[(programs,)](
+        q, torch.empty_like(q, dtype=torch.int8), staged.k, staged.v, staged.scales, staged.pairs,
+        tiles.tiles, out, statistics, scratch, num_blocks - 2, num_queries,
+        heads, heads // groups, head_dim, config.rows, parts,
+        BLOCK_KEYS, STAGED_KEYS, SPLIT_KEYS // BLOCK_KEYS, score_factor(head_dim),
+        q.device.type == "cuda",
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, statistics
