@@ -1,0 +1,66 @@
+"""Kernels arranged for other NVIDIA GPUs have the same bits: mma.sync instead of wgmma.
+
+Triton arranges data and picks instructions by architecture. TRITON_OVERRIDE_ARCH makes it do so for
+another one, and the kernel still runs on the GPU that is there. This is not a run on that other
+GPU, but of its code up to ptxas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+HERE = Path(__file__).parent
+ARCHITECTURES = ["sm80", "sm89", "sm120"]
+NOTHING_COLLECTED = 5  # pytest's exit status
+
+
+def run(arch: str | None, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_OVERRIDE_ARCH"}
+    if arch is not None:
+        environment["TRITON_OVERRIDE_ARCH"] = arch
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True
+    )
+
+
+def product(arch: str | None) -> dict[str, Any]:
+    done = run(arch, HERE / "portable_product.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_wgmma() -> dict[str, Any]:
+    return product(None)
+
+
+def test_the_product_uses_wgmma(by_wgmma: dict[str, Any]) -> None:
+    assert (by_wgmma["used"], by_wgmma["wrong"]) == (["wgmma.mma_async"], [])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mma_sync_has_the_same_integers(arch: str, by_wgmma: dict[str, Any]) -> None:
+    by_mma = product(arch)
+    assert (by_mma["used"], by_mma["wrong"]) == (["mma.sync"], [])
+    assert by_mma["digest"] == by_wgmma["digest"]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm120"])
+def test_kernels_arranged_for_another_gpu_have_the_same_bits(arch: str) -> None:
+    """Run the other tests of portable kernels, which compare with the references."""
+    tests = sorted(set(HERE.glob("test_portable_*.py")) - {Path(__file__)})
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = run(arch, "-m", "pytest", *options, *tests)
+    if done.returncode == NOTHING_COLLECTED or not tests:
+        pytest.skip("no other tests of portable kernels")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,85 @@
+"""The kernels of the plan `integer` compile for each NVIDIA GPU from sm_80 on, by its rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="it is there on Linux alone")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import portable_matrix
+from portable_matrix import CARDS, SPILLS, forbidden, problems_of_products
+
+SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
+PORTABLE = ("kernels/portable/*.py", "precision/triton/portable_*.py")
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_kernels_compile_and_keep_the_rules(capability: int, tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    program = [sys.executable, "-W", "ignore", portable_matrix.__file__, str(capability), str(out)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
+    broken = {f"{one['case']} {one['kernel']}": one["problems"] for one in kernels}
+    assert {name: problems for name, problems in broken.items() if problems} == {}
+    compiled = {one["kernel"] for one in kernels}
+    assert set(SPILLS) <= compiled
+    assert launched() - compiled == set()
+
+
+def launched() -> set[str]:
+    """Return the kernels of the portable files that are launched."""
+    return {
+        f"{file.stem}.{name}"
+        for pattern in PORTABLE
+        for file in SOURCE.glob(pattern)
+        for name in re.findall(r"^ +(?:\w+ = )?(\w*kernel)\[", file.read_text(), re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize(
+    "ptx",
+    [
+        "ex2.approx.f32 %f1, %f2;",
+        "\tdiv.full.f32 %f1, %f2, %f3;",
+        "add.rn.ftz.f32 %f1, %f2, %f3;",
+        "red.global.add.f32 [%rd1], %f1;",
+        "atom.global.gpu.acq_rel.add.noftz.bf16 %rs1, [%rd1], %rs2;",
+        "fma.rn.bf16x2 %r1, %r2, %r3, %r4;",
+    ],
+)
+def test_a_forbidden_instruction_is_found(ptx: str) -> None:
+    assert len(list(forbidden(ptx))) == 1
+
+
+@pytest.mark.parametrize(
+    "ptx",
+    [
+        "div.rn.f32 %f1, %f2, %f3;",
+        "sqrt.rn.f64 %fd1, %fd2;",
+        "cvt.rn.bf16x2.f32 %r1, %f1, %f2;",
+        "add.rn.f32.bf16 %f1, %rs1, %f2;",  # a float32 sum of a widened bfloat16
+        "atom.global.max.s32 %r1, [%rd1], %r2;",
+        "atom.global.gpu.acq_rel.add.u32 %r1, [%rd1], %r2;",
+    ],
+)
+def test_other_instructions_are_let_pass(ptx: str) -> None:
+    assert list(forbidden(ptx)) == []
+
+
+def test_products_are_of_int8_by_tensor_cores() -> None:
+    int8 = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+    assert problems_of_products("tt.dot", int8) == []
+    assert problems_of_products("tt.dot", "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8") == []
+    assert problems_of_products("tt.dot", "tcgen05.mma.cta_group::1.kind::i8") == []
+    assert problems_of_products("tt.dot", "mad.lo.s32") != []
+    bf16 = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    assert problems_of_products("tt.dot", int8 + "\n" + bf16) != []
