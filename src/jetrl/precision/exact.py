@@ -53,7 +53,7 @@ EXP_TERMS = (
 )
 EXP_UNDERFLOW = -87.0
 _EXP_OVERFLOW = 89.0
-_SUM_BITS = 30  # values fit into int32, and up to 2**23 of them into a float64 sum
+SUM_BITS = 30  # values fit into int32, and up to 2**23 of them into a float64 sum
 _SQUARES_BITS = 19
 _BLOCK_ROWS = 128
 # Bits of float64's fraction that float32's lacks, and the middle of two float32 values in them.
@@ -87,7 +87,7 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     result depends on that row and on b only. The relative error against the true product is about
     2**-bits of the largest term, bits = 23 for K = 128 and 20 for K = 8192.
     """
-    bits = _factor_bits(a.shape[-1])
+    bits = factor_bits(a.shape[-1])
     return align(a, -1, bits) @ align(b, -2, bits)
 
 
@@ -97,13 +97,13 @@ def sum_of_squares(x: Tensor) -> Tensor:
     x is put on the grid of `exact_matmul` first; bfloat16 on one of at most 19 bits, whose integers
     a GPU adds (`kernels.norm_triton`).
     """
-    bits = _factor_bits(x.shape[-1])
+    bits = factor_bits(x.shape[-1])
     if x.dtype == torch.bfloat16:
         bits = min(bits, _SQUARES_BITS)
     return align(x, -1, bits).square().sum(-1, keepdim=True)
 
 
-def _factor_bits(terms: int) -> int:
+def factor_bits(terms: int) -> int:
     """Return the bits of a factor so that a sum of so many products stays below 2**53 units."""
     return (53 - (max(terms, 2) - 1).bit_length()) // 2
 
@@ -179,7 +179,7 @@ def exact_sum(x: Tensor) -> Tensor:
     """
     if not x.shape[-1]:
         return x.double().sum(-1)
-    return align(x, -1, _SUM_BITS).sum(-1)
+    return align(x, -1, SUM_BITS).sum(-1)
 
 
 def log_positive(x: Tensor) -> Tensor:

@@ -1,0 +1,414 @@
+"""`kernels.norm` in plain Triton, with the bits of its references: RMSNorm, squares of gradients.
+
+The forward is the kernel of `norm_triton`, which has these bits. The backward, of T rows of D:
+
+    rows      one program per row                 dx, with the sum over the row in int64
+    blocks    128 rows, a part of the columns     their sum of dy * n, row after row
+    in_order  a part of the columns               dweight, block after block
+
+It reads dy and x twice, since a program for the columns has to follow 128 rows in order.
+
+`block_squares` reads gradients twice as well: once for the maximum of each block, which decides its
+grid, and once for the squares on that grid, which int64 adds in any order.
+
+`grid_integers` puts float32 values on the grid of `precision.exact.align`, as int32. All sums but
+those of dweight are sums of such integers, so tiles and warps change no bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (Triton functions can annotate only constexpr arguments)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.norm_triton import rms_norm_forward
+from jetrl.precision.exact import SUM_BITS, factor_bits
+from jetrl.precision.triton.layout import cdiv
+
+BLOCK_ROWS = 128  # rows per sum of `precision.exact.sum_of_rows`
+_ROW_VALUES = 1024  # values per warp of a row
+_COLUMNS, _COLUMN_WARPS, _AT_ONCE = 512, 4, 16  # columns per program; rows that are loaded at once
+_FOLDED, _FOLDED_AT_ONCE = 32, 64  # columns per program; blocks that are loaded at once
+_PIECE, _MOST_PIECES, _STEP = 2**14, 1024, 2048  # values per program of `block_squares`
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+SIGN = tl.constexpr(-(2**31))
+SUM_GRID = tl.constexpr(SUM_BITS)
+
+
+@triton.jit
+def float_bits(x):
+    """Return the bits of float32 x as int32, which order like x if it is not negative."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def of_bits(bits):
+    """Return the float32 numbers with int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wide(places, mask):
+    """Load numbers as float32, zero outside of mask."""
+    return tl.load(places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def exponent_above(amax_bits):
+    """Return e with 2**(e - 1) <= max |x| < 2**e, from the bits of a finite float32 max |x|."""
+    amax = of_bits(amax_bits)
+    small = float_bits(amax * 4294967296.0)  # 2**32, which makes subnormal numbers normal
+    of_small = (small >> 23) - 158
+    of_large = (amax_bits >> 23) - 126
+    return tl.where(amax < 1.0, of_small, of_large)
+
+
+@triton.jit
+def grid_factors(exponent, bits):
+    """Return two powers of two with the product 2**(bits - exponent), which float32 may exceed."""
+    half = (bits - exponent) >> 1
+    rest = bits - exponent - half
+    first = of_bits((half + 127) << 23)
+    second = of_bits((rest + 127) << 23)
+    return first, second
+
+
+@triton.jit
+def grid_integers(x, first_factor, second_factor):
+    """Return x times both factors, at most 2**30, rounded to nearest even, as int32."""
+    scaled = x * first_factor * second_factor
+    size = tl.abs(scaled)
+    # Adding 2**23 rounds to an integer. A float32 above that is an integer.
+    rounded = (size + 8388608.0) - 8388608.0
+    size = tl.where(size < 8388608.0, rounded, size)
+    whole = size.to(tl.int32)
+    return tl.where(scaled < 0.0, -whole, whole)
+
+
+@triton.jit
+def grid_unit(exponent, bits):
+    """Return 2**(exponent - bits), float64."""
+    field = (exponent - bits + 1023).to(tl.int64)
+    return (field << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def mean_on_grid(total, exponent, largest_bits, lowest_bits, D: tl.constexpr):
+    """Return float32(sum / D), for the int64 sum of D values on a grid of 30 bits.
+
+    largest_bits and lowest_bits are the maxima of the bits of x and of -x, for Inf and NaN.
+    """
+    mean = total.to(tl.float64) * grid_unit(exponent, SUM_GRID)
+    # A division takes dozens of instructions; by a power of two a product is the same.
+    if D & (D - 1) == 0:
+        mean = mean * (1.0 / D)
+    else:
+        mean = mean / D
+    up = largest_bits >= INFINITY_BITS
+    down = lowest_bits >= INFINITY_BITS
+    either = tl.maximum(largest_bits, lowest_bits)
+    bad = (up & down) | (either > INFINITY_BITS)
+    special = tl.where(up, float("inf"), float("-inf"))
+    special = tl.where(bad, float("nan"), special)
+    mean = mean.to(tl.float32)
+    return tl.where(up | down, special, mean)
+
+
+@triton.jit
+def _rows_kernel(
+    dy_ptr, x_ptr, weight_ptr, inverse_ptr, dresidual_ptr, dx_ptr,
+    HAS_RESIDUAL: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Write dx of one row, bfloat16 [T, D], plus dresidual if HAS_RESIDUAL."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, PADDED)
+    mask = columns < D
+    places = row.to(tl.int64) * D + columns
+    dy = wide(dy_ptr + places, mask)
+    x = wide(x_ptr + places, mask)
+    weight = wide(weight_ptr + columns, mask)
+    inverse = tl.load(inverse_ptr + row)
+    # Columns past the row would be NaN if its inverse rms is not finite.
+    normed = tl.where(mask, x * inverse, 0.0)
+    scaled = dy * weight
+    # The rms depends on all values of the row; its gradient removes the component along x.
+    product = scaled * normed
+    # Triton's -x is 0 - x, which keeps the sign of NaN.
+    bits = float_bits(product)
+    largest = tl.max(bits, 0)
+    lowest = tl.max(bits ^ SIGN, 0)
+    exponent = exponent_above(tl.maximum(largest, lowest))
+    first, second = grid_factors(exponent, SUM_GRID)
+    whole = grid_integers(product, first, second)
+    total = tl.sum(whole.to(tl.int64), 0)
+    mean = mean_on_grid(total, exponent, largest, lowest, D)
+    along = normed * mean
+    dx = inverse * (scaled - along)
+    dx = dx.to(tl.bfloat16)
+    if HAS_RESIDUAL:
+        # Autograd adds two bfloat16 gradients of x, so dx is rounded before the sum as well.
+        dresidual = wide(dresidual_ptr + places, mask)
+        dx = dx.to(tl.float32) + dresidual
+        dx = dx.to(tl.bfloat16)
+    tl.store(dx_ptr + places, dx, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _blocks_kernel(
+    dy_ptr, x_ptr, inverse_ptr, sums_ptr, num_rows,
+    NORM: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of dy, or of dy * n if NORM, of a block of 128: float32 [blocks, D]."""
+    block = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < D
+    total = tl.zeros([COLUMNS], tl.float32)
+    rows = tl.minimum(num_rows - block * 128, 128)
+    for start in range(0, rows, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            # Rows past the end add zeros, as in the reference.
+            row = block * 128 + start + i
+            used = row < num_rows
+            mask = inside & used
+            places = row.to(tl.int64) * D + columns
+            dy = wide(dy_ptr + places, mask)
+            if NORM:
+                x = wide(x_ptr + places, mask)
+                inverse = wide(inverse_ptr + row, used)
+                normed = x * inverse
+                dy = dy * normed
+            total += dy
+    places = block.to(tl.int64) * D + columns
+    tl.store(sums_ptr + places, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _in_order_kernel(
+    sums_ptr, out_ptr, num_blocks,
+    ROUND: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add float32 sums [blocks, D] in order; ROUND rounds the result to bfloat16 values."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < D
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, num_blocks, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            block = start + i
+            places = block.to(tl.int64) * D + columns
+            mask = inside & (block < num_blocks)
+            total += wide(sums_ptr + places, mask)
+    if ROUND:
+        total = total.to(tl.bfloat16)
+        total = total.to(tl.float32)
+    tl.store(out_ptr + columns, total, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`kernels.norm.rms_norm` of bfloat16 x [..., D] and weight [D], differentiable in both."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        y, inverse, _ = rms_norm_forward(flat, weight, eps)
+        ctx.save_for_backward(flat, weight, inverse)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy = grads[0].to(torch.bfloat16).reshape(x.shape).contiguous()
+        dx, dweight = rms_norm_backward(dy, x, weight, inverse)
+        return dx.view(grads[0].shape), dweight.to(weight.dtype), None
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, dresidual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
+
+    The gradient of the weight is rounded to bfloat16, like the weight that the reference reads.
+
+    Args:
+        dy: bfloat16 [T, D] contiguous, gradient of the norm's output.
+        x: bfloat16 [T, D] contiguous, input of the norm.
+        weight: bfloat16 [D].
+        inverse_rms: float32 [T], saved by forward.
+        dresidual: bfloat16 [T, D], gradient that bypasses the norm: added to dx in bfloat16.
+    """
+    num_rows, width = x.shape
+    assert dy.shape == x.shape, f"{dy.shape} {x.shape}"
+    assert weight.shape == (width,), f"{weight.shape}"
+    assert inverse_rms.numel() == num_rows, f"{inverse_rms.shape}"
+    residual = x if dresidual is None else dresidual
+    assert residual.shape == x.shape, f"{residual.shape}"
+    for tensor in (dy, x, weight, residual):
+        assert tensor.dtype == torch.bfloat16, f"{tensor.dtype}"
+        assert tensor.is_contiguous(), f"strides {tensor.stride()}"
+    dx = torch.empty_like(x)
+    if num_rows:
+        padded = triton.next_power_of_2(width)
+        warps = max(1, padded // _ROW_VALUES)
+        _rows_kernel[(num_rows,)](
+            dy, x, weight, inverse_rms, residual, dx,
+            dresidual is not None, width, padded,
+            num_warps=min(16, warps), enable_fp_fusion=False,
+        )  # fmt: skip
+    return dx, _summed(dy, x, inverse_rms, rounded=True)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """`precision.exact.sum_of_rows` of contiguous float32 or bfloat16 x [N, D]: float32 [D]."""
+    assert x.ndim == 2, f"{x.shape}"
+    assert x.is_contiguous(), f"strides {x.stride()}"
+    return _summed(x, None, None, rounded=False)
+
+
+def _summed(dy: Tensor, x: Tensor | None, inverse_rms: Tensor | None, rounded: bool) -> Tensor:
+    """Return the sum of the rows of dy, or of dy times the norm of x, float32 [D]."""
+    num_rows, width = dy.shape
+    blocks = cdiv(num_rows, BLOCK_ROWS)
+    sums = torch.empty(blocks, width, dtype=torch.float32, device=dy.device)
+    if blocks:
+        # A kernel cannot take None, so any tensor is a placeholder for unused arguments.
+        values = dy if x is None else x
+        inverse = dy if inverse_rms is None else inverse_rms
+        grid = blocks, cdiv(width, _COLUMNS)
+        _blocks_kernel[grid](
+            dy, values, inverse, sums, num_rows,
+            x is not None, width, _COLUMNS, _AT_ONCE,
+            num_warps=_COLUMN_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return sum_in_order(sums, rounded)
+
+
+def sum_in_order(sums: Tensor, rounded: bool) -> Tensor:
+    """Return the sums of blocks, float32 [blocks, D], added in order, float32 [D].
+
+    rounded: whether to round the result to bfloat16 values.
+    """
+    blocks, width = sums.shape
+    out = torch.empty(width, dtype=torch.float32, device=sums.device)
+    _in_order_kernel[(cdiv(width, _FOLDED),)](
+        sums, out, blocks, rounded, width, _FOLDED, _FOLDED_AT_ONCE,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _maxima_kernel(x_ptr, maxima_ptr, num_values, block_values, piece, STEP: tl.constexpr):
+    """Write the largest bits of |x| of a piece of a block, int32 [blocks, pieces]."""
+    block = tl.program_id(0)
+    first = tl.program_id(1) * piece
+    begin = block.to(tl.int64) * block_values
+    last = tl.minimum(first + piece, block_values)
+    end = tl.minimum(begin + last, num_values)
+    bits = tl.zeros([STEP], tl.int32)
+    for start in range(0, piece, STEP):
+        places = begin + first + start + tl.arange(0, STEP)
+        x = wide(x_ptr + places, places < end)
+        size = float_bits(x) & 0x7FFFFFFF
+        bits = tl.maximum(bits, size)
+    place = block * tl.num_programs(1) + tl.program_id(1)
+    tl.store(maxima_ptr + place, tl.max(bits, 0))
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _squares_kernel(
+    x_ptr, maxima_ptr, sums_ptr, num_values, block_values, piece, pieces,
+    BITS: tl.constexpr, LAST_BITS: tl.constexpr, PIECES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write the squares of a piece of a block on the block's grid, int64 [blocks, pieces]."""
+    block = tl.program_id(0)
+    first = tl.program_id(1) * piece
+    begin = block.to(tl.int64) * block_values
+    last = tl.minimum(first + piece, block_values)
+    end = tl.minimum(begin + last, num_values)
+    numbers = tl.arange(0, PIECES)
+    places = block * pieces + numbers
+    maxima = tl.load(maxima_ptr + places, mask=numbers < pieces, other=0)
+    exponent = exponent_above(tl.max(maxima, 0))
+    last_block = tl.num_programs(0) - 1
+    bits = tl.where(block == last_block, LAST_BITS, BITS)
+    one, two = grid_factors(exponent, bits)
+    total = tl.zeros([STEP], tl.int64)
+    for start in range(0, piece, STEP):
+        places = begin + first + start + tl.arange(0, STEP)
+        x = wide(x_ptr + places, places < end)
+        whole = grid_integers(x, one, two)
+        whole = whole.to(tl.int64)
+        total += whole * whole
+    place = block * pieces + tl.program_id(1)
+    tl.store(sums_ptr + place, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _scaled_kernel(
+    maxima_ptr, sums_ptr, out_ptr, pieces,
+    BITS: tl.constexpr, LAST_BITS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of a block and scale them from grid units, float64 [blocks]."""
+    block = tl.program_id(0)
+    numbers = tl.arange(0, PIECES)
+    mask = numbers < pieces
+    places = block * pieces + numbers
+    maxima = tl.load(maxima_ptr + places, mask=mask, other=0)
+    amax_bits = tl.max(maxima, 0)
+    sums = tl.load(sums_ptr + places, mask=mask, other=0)
+    total = tl.sum(sums, 0)
+    last_block = tl.num_programs(0) - 1
+    bits = tl.where(block == last_block, LAST_BITS, BITS)
+    exponent = exponent_above(amax_bits)
+    unit = grid_unit(exponent, bits)
+    squares = total.to(tl.float64) * unit * unit
+    # Integers cannot represent NaN or Inf.
+    special = tl.where(amax_bits > INFINITY_BITS, float("nan"), float("inf"))
+    special = special.to(tl.float64)
+    squares = tl.where(amax_bits >= INFINITY_BITS, special, squares)
+    tl.store(out_ptr + block, squares)
+
+
+def block_squares(x: Tensor) -> Tensor:
+    """Return `kernels.norm.block_squares` as on a CPU, float64 [ceil(N / 128), 1].
+
+    Args:
+        x: float32 [N, K], contiguous.
+    """
+    assert (x.dtype, x.ndim) == (torch.float32, 2), f"{x.dtype} {x.shape}"
+    assert x.is_contiguous(), f"strides {x.stride()}"
+    blocks = cdiv(len(x), BLOCK_ROWS)
+    out = torch.empty(blocks, 1, dtype=torch.float64, device=x.device)
+    if not x.numel():
+        return out.zero_()
+    # The last block has other bits if it has fewer rows.
+    block_values = min(len(x), BLOCK_ROWS) * x.shape[1]
+    bits = factor_bits(block_values)
+    last_values = x.numel() - (blocks - 1) * block_values
+    last_bits = factor_bits(last_values)
+    pieces = min(_MOST_PIECES, cdiv(block_values, _PIECE))
+    steps = cdiv(cdiv(block_values, pieces), _STEP)
+    piece = steps * _STEP
+    padded = triton.next_power_of_2(pieces)
+    maxima = torch.empty(blocks, pieces, dtype=torch.int32, device=x.device)
+    sums = torch.empty(blocks, pieces, dtype=torch.int64, device=x.device)
+    grid = blocks, pieces
+    size = x.numel()
+    _maxima_kernel[grid](x, maxima, size, block_values, piece, _STEP, num_warps=4)
+    _squares_kernel[grid](
+        x, maxima, sums, size, block_values, piece, pieces, bits, last_bits, padded, _STEP,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _scaled_kernel[(blocks,)](
+        maxima, sums, out, pieces, bits, last_bits, padded, num_warps=1, enable_fp_fusion=False
+    )
+    return out
