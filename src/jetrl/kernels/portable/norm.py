@@ -335,8 +335,8 @@ def _squares_kernel(
     last = tl.minimum(first + piece, block_values)
     end = tl.minimum(begin + last, num_values)
     numbers = tl.arange(0, PIECES)
-    places = block * pieces + numbers
-    maxima = tl.load(maxima_ptr + places, mask=numbers < pieces, other=0)
+    pieces_of_block = block * pieces + numbers
+    maxima = tl.load(maxima_ptr + pieces_of_block, mask=numbers < pieces, other=0)
     exponent = exponent_above(tl.max(maxima, 0))
     last_block = tl.num_programs(0) - 1
     bits = tl.where(block == last_block, LAST_BITS, BITS)

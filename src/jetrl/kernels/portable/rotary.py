@@ -74,9 +74,8 @@ def _hadamard(first, second, STAGES: tl.constexpr):
     first = first + second
     second = difference
     for stage in tl.static_range(STAGES):
-        DISTANCE: tl.constexpr = 1 << (STAGES - 1 - stage)
-        first = _butterfly(first, DISTANCE)
-        second = _butterfly(second, DISTANCE)
+        first = _butterfly(first, 1 << (STAGES - 1 - stage))
+        second = _butterfly(second, 1 << (STAGES - 1 - stage))
     return first + 0.0, second + 0.0
 
 
