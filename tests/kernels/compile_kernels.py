@@ -404,6 +404,19 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
+def portable_probs() -> None:
+    """Compile log-probs and sampling with the bits of the references, for few and many rows."""
+    from jetrl.kernels.portable import logprob, sampling
+
+    for rows, columns in ((8, 151_936), (70, 999)):
+        logits = empty(rows, columns, dtype=torch.float32)
+        floats, ints = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int64)
+        logprob.exact_logprobs(logits, ints, floats[:, None])
+        logprob.exact_logits_gradient(logits, ints, floats[:, None], floats)
+        for filtered in (False, True):
+            sampling.sample(logits, ints, floats, floats, ints, filtered)
+
+
 def integers() -> None:
     """Compile the operations of the `int8` plan, at odd and at wide shapes."""
     from jetrl.kernels.norm_triton import rms_norm_quantize
@@ -559,6 +572,7 @@ PIECES |= {
     for work in (
         long_attention, nvfp4, other_options, speculation, small_operations, chains, lanes_of_rows,
         adapters, adapters_on_nvfp4, nvfp4_shared_memory, integers, short_groups,
+        portable_probs,
     )
 }  # fmt: skip
 

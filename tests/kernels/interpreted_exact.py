@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 
-import exact_interpreter  # noqa: F401
 import torch
 import triton
 import triton.language as tl
@@ -78,5 +77,7 @@ def differences(device: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    import exact_interpreter  # noqa: F401
+
     torch.set_num_threads(1)
     print(json.dumps(differences("cpu")))

@@ -72,7 +72,7 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 def chosen_logprobs_ref(
     logits: Tensor, chosen: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and moments; the reference for all kernels."""
+    """Return log-probs float32 [R] and moments float32 [2, R]; the reference for all kernels."""
     shifted, mass, total = _softmax_parts(logits, temperature)
     lse = log_positive(total)
     logprobs = (shifted.gather(-1, chosen[:, None]) - lse.float()).squeeze(-1)
@@ -94,6 +94,22 @@ def logits_gradient_ref(
     gradient = -(parts.mass / parts.total.float())
     gradient.scatter_add_(-1, chosen[:, None], torch.ones_like(gradient[:, :1]))
     return gradient * (grad[:, None] / temperature)
+
+
+def exact_logprobs(logits: Tensor, chosen: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `chosen_logprobs_ref`, from kernels that have its bits if the device has some."""
+    if (kernels := kernels_of(logits)) is not None:
+        return kernels.exact_logprobs(logits, chosen, temperature)
+    return chosen_logprobs_ref(logits, chosen, temperature)
+
+
+def exact_logits_gradient(
+    logits: Tensor, chosen: Tensor, temperature: Tensor, grad: Tensor
+) -> Tensor:
+    """Return `logits_gradient_ref`, from kernels that have its bits if the device has some."""
+    if (kernels := kernels_of(logits)) is not None:
+        return kernels.exact_logits_gradient(logits, chosen, temperature, grad)
+    return logits_gradient_ref(logits, chosen, temperature, grad)
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

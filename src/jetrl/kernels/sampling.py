@@ -74,6 +74,13 @@ def sample(
     """
     if (kernels := kernels_of(logits)) is not None:
         return kernels.sample(logits, bits, temperature, top_p, top_k, filtered)
+    return sample_ref(logits, bits, temperature, top_p, top_k, filtered)
+
+
+def sample_ref(
+    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `sample`, by the operations that define their bits."""
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.logprob import chosen_logprobs_ref, logits_gradient_ref
+from jetrl.kernels.logprob import exact_logits_gradient, exact_logprobs
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import GEMMInput
 from jetrl.precision.int8_planes import (
@@ -88,7 +88,7 @@ class _HeadLogprobs(torch.autograd.Function):
         # A row's bits do not depend on the others, so memory may choose the rows at once.
         size = max(1, backend_of(hidden).logits_at_once // len(head.codes("train").codes))
         parts = [
-            chosen_logprobs_ref(logits(rows), ids, divisors)
+            exact_logprobs(logits(rows), ids, divisors)
             for rows, ids, divisors in zip(
                 hidden.split(size), chosen.split(size), temperature.split(size), strict=True
             )
@@ -109,7 +109,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             x = planes_of_hidden(hidden[rows])
-            dlogits = logits_gradient_ref(
+            dlogits = exact_logits_gradient(
                 planes_fprop(x, weight), chosen[rows], temperature[rows], grads[0][rows]
             )
             if dhidden is not None:
