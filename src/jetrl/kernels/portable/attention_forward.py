@@ -92,8 +92,9 @@ def _stage_kernel(
         blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
         k_out: and others: `StagedKeys`, written.
     """
-    group = tl.program_id(0) % G
-    block = tl.program_id(0) // G
+    program = tl.program_id(0)
+    group = program % G
+    block = program // G
     out_block = group.to(tl.int64) * (num_blocks + 2) + block
     # The last two blocks are zeros.
     row0 = tl.load(blocks_ptr + block * 2, mask=block < num_blocks, other=0).to(tl.int64)
@@ -163,11 +164,13 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     assert codes.k.ndim == 3 or codes.k.shape[1] == STAGED_KEYS, f"pages of {codes.k.shape[1]}"
     groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
     size = num_blocks + 2
+    empty_codes = codes.k.new_empty
+    empty_scales = codes.k_scales.new_empty
     staged = StagedKeys(
-        k=codes.k.new_empty((groups, size, STAGED_KEYS, head_dim)),
-        v=codes.k.new_empty((groups, size, head_dim, STAGED_KEYS)),
-        scales=codes.k_scales.new_empty((groups, size, 2, STAGED_KEYS)),
-        pairs=codes.k_scales.new_empty((groups, size, 2, BLOCK_KEYS)),
+        k=empty_codes((groups, size, STAGED_KEYS, head_dim)),
+        v=empty_codes((groups, size, head_dim, STAGED_KEYS)),
+        scales=empty_scales((groups, size, 2, STAGED_KEYS)),
+        pairs=empty_scales((groups, size, 2, BLOCK_KEYS)),
     )
     _stage_kernel[(groups * size,)](
         codes.k, codes.v, codes.k_scales, codes.v_scales, tiles.key_blocks,
@@ -279,28 +282,35 @@ def _from_threads(A, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _empty_state(R: tl.constexpr, D: tl.constexpr):
+    """Return N, L and A of no blocks."""
+    zeros = tl.zeros([R], tl.float32)
+    return zeros - float("inf"), zeros, tl.zeros([R, D], tl.float32)
+
+
+@triton.jit
 def _scratch(scratch_ptr, R: tl.constexpr, D: tl.constexpr):
     """Return pointers to A of the finished splits in the form of `_by_thread`."""
-    i, thread, register = tl.arange(0, D // 8), tl.arange(0, 2 * R), tl.arange(0, 4)
-    return (
-        scratch_ptr
-        + i[:, None, None] * (8 * R)
-        + thread[None, :, None] * 4
-        + register[None, None, :]
-    )
+    group = tl.arange(0, D // 8)[:, None, None]
+    thread = tl.arange(0, 2 * R)[None, :, None]
+    register = tl.arange(0, 4)[None, None, :]
+    at = group * (8 * R) + thread * 4 + register
+    return scratch_ptr + at
 
 
 @triton.jit
 def _finish_split(scratch_ptr, first, N0, L0, N, L, A, R: tl.constexpr, D: tl.constexpr):
-    """Fold a split into the finished ones: N0, L0, and A in memory. Return N0 and L0."""
+    """Fold a split into the finished ones: N0, L0, and A in memory. Return N0 and L0.
+
+    It needs no barrier, which would keep the loop around it from being pipelined: loads and stores
+    have one form, so each thread loads what it has stored.
+    """
     at = _scratch(scratch_ptr, R, D)
     if not first:
         N0, L0, A = fold(N0, L0, _from_threads(tl.load(at), R, D), N, L, A)
-        tl.debug_barrier()
     else:
         N0, L0 = N, L
     tl.store(at, _by_thread(A))
-    tl.debug_barrier()
     return N0, L0
 
 
@@ -317,7 +327,7 @@ def _attend_kernel(
     Args:
         q_ptr: bfloat16 [T, H, D], rotated; its codes are written to codes_ptr.
         k_ptr: and the next three: `StagedKeys`.
-        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`, of R * PARTS rows.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`, of up to R * PARTS rows.
         out_ptr: bfloat16 [T, H, D], written.
         statistics_ptr: float32 [2, T, H], N and L, written.
         scratch_ptr: float32 [programs, R, D], A of finished splits, if a context has several.
@@ -325,8 +335,9 @@ def _attend_kernel(
     """
     # Heads are the fastest index, so that concurrent programs share keys in L2, then the parts of
     # a tile, the last one first: it has the most keys.
-    head = tl.program_id(0) % H
-    item = tl.program_id(0) // H
+    program = tl.program_id(0)
+    head = program % H
+    item = program // H
     tile = tiles_ptr + item // PARTS * 6
     skip = (PARTS - 1 - item % PARTS) * R
     rows_left = tl.load(tile + 1) - skip
@@ -341,11 +352,13 @@ def _attend_kernel(
     v_ptr += group_block0 * (STAGED * D)
     scales_ptr += group_block0 * (2 * STAGED)
     pairs_ptr += group_block0 * (2 * KEYS)
-    scratch_ptr += tl.program_id(0).to(tl.int64) * (R * D)
+    scratch_ptr += program.to(tl.int64) * (R * D)
 
-    row = tl.load(tile).to(tl.int64) + skip + tl.arange(0, R)
-    at = row[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
-    inside = tl.arange(0, R) < rows_left
+    i = tl.arange(0, R)
+    row = tl.load(tile).to(tl.int64) + skip + i
+    d = tl.arange(0, D)
+    at = row[:, None] * (H * D) + head * D + d[None, :]
+    inside = i < rows_left
     q, q_scale = query_codes(tl.load(q_ptr + at, mask=inside[:, None], other=0.0))
     a = q_scale * FACTOR
     # Codes go through memory, so that products read them from shared memory, not from registers.
@@ -354,33 +367,26 @@ def _attend_kernel(
     q = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
 
     # N0 and L0 are of the finished splits; N, L and A are of the current split.
-    L = tl.zeros([R], tl.float32)
-    N = L - float("inf")
-    A = tl.zeros([R, D], tl.float32)
+    N, L, A = _empty_state(R, D)
     N0, L0 = N, L
     whole_blocks = (first + 1) // KEYS
     all_blocks = (first + tl.minimum(rows_left, R) - 1) // KEYS + 1
-    for begin in range(0, whole_blocks, SPLIT):
-        if begin > 0:
-            N0, L0 = _finish_split(scratch_ptr, begin == SPLIT, N0, L0, N, L, A, R, D)
-            L = tl.zeros([R], tl.float32)
-            N = L - float("inf")
-            A = tl.zeros([R, D], tl.float32)
-        for j in range(begin, tl.minimum(begin + SPLIT, whole_blocks)):
-            block = _place(j, stem_blocks, stem_block0, own_block0)
-            s = _products(q, k_ptr, block, D, KEYS, STAGED)
-            N, L, A = _add_block(
-                s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, 0, D, KEYS, STAGED, False, ASM
-            )
+    for j in range(0, whole_blocks):
+        if (j % SPLIT == 0) & (j > 0):
+            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, R, D)
+            N, L, A = _empty_state(R, D)
+        block = _place(j, stem_blocks, stem_block0, own_block0)
+        s = _products(q, k_ptr, block, D, KEYS, STAGED)
+        N, L, A = _add_block(
+            s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, 0, D, KEYS, STAGED, False, ASM
+        )
     for j in tl.range(whole_blocks, all_blocks, num_stages=1):
         if (j % SPLIT == 0) & (j > 0):
             N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, R, D)
-            L = tl.zeros([R], tl.float32)
-            N = L - float("inf")
-            A = tl.zeros([R, D], tl.float32)
+            N, L, A = _empty_state(R, D)
         block = _place(j, stem_blocks, stem_block0, own_block0)
         s = _products(q, k_ptr, block, D, KEYS, STAGED)
-        last_key = first + tl.arange(0, R) - j * KEYS
+        last_key = first + i - j * KEYS
         N, L, A = _add_block(
             s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, last_key, D, KEYS, STAGED, True, ASM
         )
@@ -421,11 +427,12 @@ def attend_prefill(
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes that change no bits: queries per program (they divide 192), warps, stages."""
+    """Sizes that change no bits: queries per program, warps, stages, registers."""
 
     rows: int = 64
     warps: int = 4
     stages: int = 2  # 74 KB of shared memory for heads of 128
+    registers: int | None = None  # maximum per thread
 
 
 _DEFAULT = Config()
@@ -450,7 +457,7 @@ def attend_staged(
     assert (heads % groups, head_dim) == (0, staged.k.shape[-1]), f"{heads} heads of {head_dim}"
     assert head_dim in (64, 128), f"heads of {head_dim}"
     config = config or config_of(q.device)
-    parts = TILE_ROWS // config.rows
+    parts = triton.cdiv(TILE_ROWS, config.rows)
     programs = heads * parts * len(tiles.tiles)
     out = torch.empty_like(q)
     statistics = q.new_empty(2, num_queries, heads, dtype=torch.float32)
@@ -464,6 +471,7 @@ def attend_staged(
         heads, heads // groups, head_dim, config.rows, parts,
         BLOCK_KEYS, STAGED_KEYS, SPLIT_KEYS // BLOCK_KEYS, score_factor(head_dim),
         q.device.type == "cuda",
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out, statistics
