@@ -369,8 +369,11 @@ def _draw_kernel(
     places = row * num_blocks + blocks
     inside = blocks < num_blocks
     temperature, greedy = _temperature_of(temperature_ptr, row)
-    row_max = _row_max(maxima_ptr, row, num_blocks, temperature, BLOCKS)
+    # Loads come before the reductions, whose barriers nothing passes.
     masses = tl.load(masses_ptr + places, mask=inside, other=0)
+    sums = tl.load(sums_ptr + places, mask=inside, other=0)
+    bits = tl.load(bits_ptr + row)
+    row_max = _row_max(maxima_ptr, row, num_blocks, temperature, BLOCKS)
     mass = tl.sum(masses, 0).to(tl.float64) * _MASS_UNIT
     finite = tl.abs(row_max) < float("inf")
     mass = tl.where(finite, mass, float("nan"))
@@ -379,7 +382,6 @@ def _draw_kernel(
         best = tl.load(best_ptr + places, mask=inside, other=num_columns)
         token = tl.min(best, 0)
     else:
-        sums = tl.load(sums_ptr + places, mask=inside, other=0)
         if FILTERED:
             # Of the ties with the bound, the first `kept` in token order.
             bound = tl.load(bound_ptr + row)
@@ -390,7 +392,6 @@ def _draw_kernel(
             taken = tl.minimum(taken, ties)
             sums += taken * _weight_of(bound)
         total = tl.sum(sums, 0)
-        bits = tl.load(bits_ptr + row)
         share = bits.to(tl.float64) * (2.0**-53)
         product = share * total.to(tl.float64)
         target = tl.minimum(product.to(tl.int64), total - 1)
