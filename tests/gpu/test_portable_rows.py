@@ -1,4 +1,4 @@
-"""The portable kernels of norms and rotary on a GPU: the bits of the references."""
+"""The portable kernels of norms, rotary and AdamW on a GPU: the bits of the references."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))  # portable_rows.py
 
-import portable_rows
-
 from jetrl.kernels import norm
+from jetrl.precision.gradients import rows_added
 
 portable_norm = pytest.importorskip("jetrl.kernels.portable.norm")
+portable_rows = pytest.importorskip("portable_rows")
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CASES = [(kind, sizes) for kind, (cases, _) in portable_rows.KINDS.items() for sizes in cases(True)]
@@ -39,3 +39,18 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...]) -> None:
         results.append((y.detach(), leaves[0].grad, leaves[1].grad))
     for ours, expected in zip(*results, strict=True):
         assert portable_rows.different(ours, expected) == 0
+
+
+@pytest.mark.parametrize("tokens, rows", [(1, 5), (3000, 7), (16384, 32000)], ids=str)
+def test_rows_of_an_embedding_are_added_in_order(tokens: int, rows: int) -> None:
+    """torch's sum on a GPU, which has the bits of the CPU's: token after token."""
+    places = torch.randint(rows + 4, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    places[::2] = 3
+    values = portable_rows.random(tokens, 256).bfloat16()
+    total = portable_rows.random(rows, 256, seed=1)
+    for own in (range(rows), range(2, rows)):
+        start = total[own.start :].clone()
+        ours = rows_added(start.cuda(), places.cuda(), values.cuda(), own)
+        assert portable_rows.different(ours.cpu(), rows_added(start, places, values, own)) == 0
+        ours = rows_added(None, places.cuda(), values.cuda(), own)
+        assert portable_rows.different(ours.cpu(), rows_added(None, places, values, own)) == 0

@@ -236,11 +236,16 @@ def floats(*shape: int) -> torch.Tensor:
 
 def norms() -> None:
     from jetrl.kernels.norm_triton import rms_norm_forward, rms_norm_quantize
+    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward, sum_of_rows
 
     for rows in (FEW, ROWS):
         x, weight = empty(rows, HIDDEN), empty(HIDDEN)
         rms_norm_forward(x, weight, 1e-6, x)
         rms_norm_quantize(x, weight, 1e-6, x, for_training=True, scales=None)
+        rms_norm_backward(x, x, weight, floats(rows), x)
+    sum_of_rows(empty(ROWS, HIDDEN))
+    for rows, columns in ((ROWS, HIDDEN), (1, 777)):
+        block_squares(floats(rows, columns))
 
 
 def int8_codes() -> None:
@@ -256,6 +261,7 @@ def int8_codes() -> None:
 
 def rotary() -> None:
     from jetrl.kernels.attention.layout import KeyValueCodes
+    from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
     from jetrl.kernels.rotary_triton import qk_norm_rotary_cache
 
     table, exponents = floats(2048, 2, HEAD // 2), empty(HEADS + GROUPS, HEAD // 2).to(torch.int8)
@@ -265,6 +271,10 @@ def rotary() -> None:
         work = (cache, longs(tokens), "fp32", exponents)
         weights = (empty(HEAD), empty(HEAD))
         qk_norm_rotary_cache(qkv, longs(tokens), table, weights, 1e-6, HEADS, *work)
+        grads = [empty(tokens, heads, HEAD) for heads in (HEADS, GROUPS, GROUPS)]
+        for norm_weights, factors in ((weights, exponents), (None, None)):
+            given = (qkv, longs(tokens), table, norm_weights, 1e-6, factors)
+            qk_norm_rotary_backward(*grads, *given)
 
 
 def decode_state() -> None:
@@ -292,14 +302,15 @@ def decode_state() -> None:
 
 def optimizer() -> None:
     from jetrl.kernels.adamw_scalars import adamw_scalars
-    from jetrl.kernels.adamw_triton import adamw_
+    from jetrl.kernels.portable.adamw import adamw_
     from jetrl.precision.triton.add import add_products
     from jetrl.precision.triton.quantize import dithered_bf16
 
     master = floats(512, 512)
     states = (empty(512, 512, dtype=torch.uint8), empty(512, 512, dtype=torch.int16))
     scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
-    adamw_(master, master, *states, floats(), scalars)
+    for ratio, root in (states, (master, master)):
+        adamw_(master, master, ratio, root, floats(), scalars)
     add_products(floats(3, 512, 512), master)
     dithered_bf16(master, "w")
 

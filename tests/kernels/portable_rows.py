@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels import norm
+from jetrl.kernels import adamw, norm
+from jetrl.kernels.adamw_scalars import adamw_scalars
+from jetrl.kernels.portable import adamw as portable_adamw
 from jetrl.kernels.portable import norm as portable_norm
 from jetrl.kernels.portable import rotary as portable_rotary
 from jetrl.kernels.rotary import rotary
@@ -135,6 +137,28 @@ def rotary_case(
     return found
 
 
+def adamw_case(size: int, scale: float, device: torch.device) -> dict[str, int]:
+    """Three steps of AdamW with float32 moments, the gradients at some scale."""
+    clip = torch.tensor(0.37)
+    first = [random(size), torch.zeros(size), torch.zeros(size)]
+    ours = [x.to(device, copy=True) for x in first]
+    for step in range(1, 4):
+        scalars = adamw_scalars(step, lambda _: 1e-3, (0.9, 0.99), 1e-8, 0.1)
+        gradient = random(size, seed=step) * scale
+        gradient[::5] = 0.0
+        master, *moments = first
+        adamw._adamw_fp32_(master, gradient, *moments, clip=clip, s=scalars)
+        portable_adamw.adamw_(ours[0], gradient.to(device), *ours[1:], clip.to(device), scalars)
+    names = ("master", "exp_avg", "exp_avg_sq")
+    return {n: different(a.cpu(), b) for n, a, b in zip(names, ours, first, strict=True)}
+
+
+def adamw_cases(gpu: bool) -> list[tuple[int, float]]:
+    """Elements, scale of gradients."""
+    sizes = [1, 1500] + ([2**20 + 3] if gpu else [])
+    return [(size, scale) for size in sizes for scale in (1.0, 1e-22, 1e-42, 1e18)]
+
+
 def norm_cases(gpu: bool) -> list[tuple[int, int, bool]]:
     """Rows, width; with Inf, NaN and zeros."""
     if not gpu:
@@ -176,6 +200,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "norm": (norm_cases, norm_case),
     "squares": (squares_cases, squares_case),
     "rotary": (rotary_cases, rotary_case),
+    "adamw": (adamw_cases, adamw_case),
 }
 
 

@@ -1,4 +1,4 @@
-"""The portable kernels of norms and rotary: bits of the references, by the interpreter."""
+"""The portable kernels of norms, rotary and AdamW: bits of the references, by the interpreter."""
 
 from __future__ import annotations
 

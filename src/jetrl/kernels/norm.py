@@ -80,8 +80,9 @@ BLOCK_ROWS = 128
 def block_squares(x: Tensor) -> Tensor:
     """Return sums of squares per block of 128 rows, [ceil(N / 128), P], with P terms per block.
 
-    A CPU returns one float64 term: `sum_of_squares` of the block's values as one row. A GPU returns
-    several float32 terms. Takes x, float32 [N, K]; any other shape is one block.
+    The references return one float64 term: `sum_of_squares` of the block's values as one row. So do
+    kernels with their bits; others return several float32 terms. Takes x, float32 [N, K]; any other
+    shape is one block.
     """
     if x.dim() != 2:
         x = x.reshape(1, -1)

@@ -6,8 +6,8 @@ in the same pass; norms and biases keep float32 states. Weight decay applies to 
 is saved by master-weight name.
 
 The gradient norm has the same bits with any number of ranks: sums of squares per block of 128 rows
-are gathered and added in float64: on a CPU by `exact_sum`, on a GPU in its library's order. The
-factor that clips gradients is in float32
+are gathered and added in float64: by `exact_sum` if they are exact (float64), else in the order of
+a GPU's library. The factor that clips gradients is in float32
 
     clip = min(grad_clip * (1 / (norm + 1e-6)), 1)
 """
@@ -129,9 +129,10 @@ class Optimizer:
         divided = {name: square for name, square in squares.items() if name in self.shards}
         if divided:
             squares |= _gathered(divided, self.shards)
-        terms = torch.cat(list(squares.values())).double().flatten()
-        # A few terms per matrix: exact in any order, except in a GPU's library.
-        total = exact_sum(terms) if kernels_of(terms) is None else terms.sum()
+        terms = torch.cat(list(squares.values())).flatten()
+        # A few terms per matrix: exact in any order if the squares are, which are then float64.
+        exact = terms.dtype == torch.float64
+        total = exact_sum(terms) if exact else terms.double().sum()
         return square_root(total).float()
 
     def nonfinite_gradients(self) -> list[str]:

@@ -93,7 +93,7 @@ def grid_integers(x, first_factor, second_factor):
 
 
 @triton.jit
-def grid_unit(exponent, bits):
+def _grid_unit(exponent, bits):
     """Return 2**(exponent - bits), float64."""
     field = (exponent - bits + 1023).to(tl.int64)
     return (field << 52).to(tl.float64, bitcast=True)
@@ -105,7 +105,7 @@ def mean_on_grid(total, exponent, largest_bits, lowest_bits, D: tl.constexpr):
 
     largest_bits and lowest_bits are the maxima of the bits of x and of -x, for Inf and NaN.
     """
-    mean = total.to(tl.float64) * grid_unit(exponent, SUM_GRID)
+    mean = total.to(tl.float64) * _grid_unit(exponent, SUM_GRID)
     # A division takes dozens of instructions; by a power of two a product is the same.
     if D & (D - 1) == 0:
         mean = mean * (1.0 / D)
@@ -155,7 +155,9 @@ def _rows_kernel(
     if HAS_RESIDUAL:
         # Autograd adds two bfloat16 gradients of x, so dx is rounded before the sum as well.
         dresidual = wide(dresidual_ptr + places, mask)
-        dx = dx.to(tl.float32) + dresidual
+        # By its bits, or LLVM adds in bfloat16.
+        bits = dx.to(tl.int16, bitcast=True).to(tl.int32)
+        dx = of_bits(bits << 16) + dresidual
         dx = dx.to(tl.bfloat16)
     tl.store(dx_ptr + places, dx, mask=mask)
 
@@ -369,7 +371,7 @@ def _scaled_kernel(
     last_block = tl.num_programs(0) - 1
     bits = tl.where(block == last_block, LAST_BITS, BITS)
     exponent = exponent_above(amax_bits)
-    unit = grid_unit(exponent, bits)
+    unit = _grid_unit(exponent, bits)
     squares = total.to(tl.float64) * unit * unit
     # Integers cannot represent NaN or Inf.
     special = tl.where(amax_bits > INFINITY_BITS, float("nan"), float("inf"))
@@ -403,7 +405,9 @@ def block_squares(x: Tensor) -> Tensor:
     sums = torch.empty(blocks, pieces, dtype=torch.int64, device=x.device)
     grid = blocks, pieces
     size = x.numel()
-    _maxima_kernel[grid](x, maxima, size, block_values, piece, _STEP, num_warps=4)
+    _maxima_kernel[grid](
+        x, maxima, size, block_values, piece, _STEP, num_warps=4, enable_fp_fusion=False
+    )
     _squares_kernel[grid](
         x, maxima, sums, size, block_values, piece, pieces, bits, last_bits, padded, _STEP,
         num_warps=4, enable_fp_fusion=False,
