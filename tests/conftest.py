@@ -17,7 +17,12 @@ torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers s
 # A limit is for what hangs, never for what is slow: no verdict depends on other work.
 LONGEST_S = 30.0  # seconds that the longest test takes alone on an idle core
 HANG_S = 40 * LONGEST_S  # with room for forty others on that core
-LONGEST_FILES = ("test_triton.py", "test_kill_and_resume.py", "test_soak.py")
+LONGEST_FILES = (
+    "test_triton.py",
+    "test_portable_matrix.py",
+    "test_kill_and_resume.py",
+    "test_soak.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option

@@ -2,30 +2,18 @@
 
     python tests/kernels/portable_matrix.py CAPABILITY OUT.json [CASE ...]
 
-Each case calls a host wrapper with tensors of torch's `meta` device, which stand for a GPU's as in
+Each case calls host wrappers with tensors of torch's `meta` device, which stand for a GPU's as in
 compile_kernels.py. So a kernel is compiled with the arguments that it has in a run, and Triton's
-driver launches nothing. Of each kernel are checked:
-
-* shared memory and registers against the card's limits, and that nothing is spilled;
-* the rules of docs/bits.md in Triton's code and in PTX: no approximations, no flushed subnormals,
-  fma only if the source writes it, float sums in no order but a written one, no atomics on floats,
-  and products of INT8 by tensor cores.
-
-EXCEPTIONS and SPILLS name what may break a rule, and why.
+driver launches nothing. The rules are in portable_rules.py.
 """
 
 from __future__ import annotations
 
-import collections
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,111 +22,10 @@ import compile_kernels
 import torch
 import triton
 from compile_kernels import META, NotCompiled, empty, sources_for_meta
-from triton import knobs
+from portable_rules import CARDS, instructions, problems_of, resources, tensor_cores
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver, jit
-
-KB = 1024
-
-
-@dataclass(frozen=True)
-class Card:
-    """Limits of a compute capability: bytes of shared memory per program, SMs of one GPU."""
-
-    name: str
-    shared: int
-    multiprocessors: int
-
-
-CARDS = {
-    80: Card("A100", 163 * KB, 108),
-    86: Card("RTX 3090", 99 * KB, 82),
-    89: Card("RTX 4090", 99 * KB, 128),
-    90: Card("H100", 227 * KB, 132),
-    100: Card("B200", 227 * KB, 148),
-    103: Card("B300", 227 * KB, 148),
-    120: Card("RTX 5090", 99 * KB, 170),
-}
-REGISTERS = 255
-TENSOR_CORES = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
-
-# What PTX may not have, and what it is called in a report.
-FORBIDDEN = {
-    r"[a-z0-9]+[\w.]*\.approx[\w.]*": "approximation",
-    r"div\.full[\w.]*": "approximation",
-    r"[a-z0-9]+[\w.]*\.ftz[\w.]*": "subnormals flushed",
-    r"(?:atom|red)\.[\w.]*add[\w.]*\.(?:bf|f)\d+\w*": "atomic on floats",
-    r"(?:add|sub|mul|fma)(?![\w.]*\.f32\.)[\w.]*\.(?:bf16|f16)\w*": "arithmetic in 16 bits",
-}
-# What Triton's code may not have.
-LIBRARY = r"math\.(?:exp2?|log2?|log1p|expm1|rsqrt|sin|cos|tan|erf|tanh|powf?)\b"
-
-# Kernel and PTX: why that changes no bit.
-EXCEPTIONS = {
-    ("rotary_triton._forward_kernel", "rsqrt.approx.ftz.f64"): (
-        "a first guess; from any as near, the result is the same (test_inverse_root.py)"
-    )
-}
-# Bytes that a kernel may spill: why that costs little.
-SPILLS = {
-    "rotary_triton._forward_kernel": (48, "no loop: stored once and loaded once"),
-    "decode_triton._take_verified_kernel": (8, "one program per forward"),
-}
-
-
-def problems_of(name: str, kernel: Any, card: Card) -> list[str]:
-    """Return the rules that a compiled kernel breaks."""
-    ptx, code = kernel.asm["ptx"], kernel.asm["ttgir"]
-    found = [f"{what}: {text}" for text, what in forbidden(ptx) if (name, text) not in EXCEPTIONS]
-    found += [f"function of a library: {text}" for text in set(re.findall(LIBRARY, code))]
-    fused = re.findall(r"\bfma\.rn[\w.]*", ptx)
-    if fused and "math.fma" not in code and "fma.rn" not in code:
-        found.append(f"{len(fused)} fma that the source does not write")
-    if kernel.metadata.enable_fp_fusion and re.search(r"\bmul[\w.]*\.f(32|64)", ptx):
-        found.append("products of floats without enable_fp_fusion=False")
-    sums = compile_kernels.layouts_of_sums(code)
-    if sums:
-        found.append(f"{len(sums)} sums of float32 in the order of a layout")
-    found += problems_of_products(kernel.asm.get("ttir", ""), ptx)
-    registers, spilled = resources(kernel.asm["cubin"])
-    if registers > REGISTERS:
-        found.append(f"{registers} registers")
-    if spilled > SPILLS.get(name, (0, ""))[0]:
-        found.append(f"{spilled} bytes of registers spilled")
-    if kernel.metadata.shared > card.shared:
-        found.append(f"{kernel.metadata.shared} bytes of shared memory, of {card.shared}")
-    return found
-
-
-def forbidden(ptx: str) -> Iterator[tuple[str, str]]:
-    for pattern, what in FORBIDDEN.items():
-        for text in sorted(set(re.findall(rf"(?m)(?<![\w.]){pattern}", ptx))):
-            yield text, what
-
-
-def problems_of_products(code: str, ptx: str) -> list[str]:
-    """Return what is wrong with products: each is of INT8 codes, and by tensor cores."""
-    instructions = set(re.findall(TENSOR_CORES, ptx))
-    floats = [one for one in sorted(instructions) if not is_int8(one)]
-    found = [f"not a product of INT8: {one}" for one in floats]
-    if "tt.dot" in code and not instructions:
-        found.append("products without tensor cores")
-    return found
-
-
-def is_int8(instruction: str) -> bool:
-    return ".kind::i8" in instruction or bool(re.search(r"\.[su]8\.[su]8", instruction))
-
-
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Return the registers per thread, and the bytes per thread that are spilled."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.findall(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", text)[-1]
-    return int(registers), int(stack) + int(local)
 
 
 class Compiler:
@@ -187,19 +74,21 @@ class Compiler:
         torch.cuda.get_device_properties = lambda _=None: properties
         torch.cuda.get_device_capability = lambda _=None: (major, minor)
         torch.cuda.get_device_name = lambda _=None: self.card.name
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
     def record(self, function: Any, kernel: Any, seconds: float) -> None:
         name = name_of(function)
-        products = collections.Counter(re.findall(TENSOR_CORES, kernel.asm["ptx"]))
-        registers, _ = resources(kernel.asm["cubin"])
+        ptx = instructions(kernel.asm["ptx"])
+        registers, stack = resources(kernel.asm["cubin"])
         self.kernels.append(
             {
                 "case": self.case,
                 "kernel": name,
                 "registers": registers,
+                "spilled": stack,
                 "shared": kernel.metadata.shared,
                 "warps": kernel.metadata.num_warps,
-                "products": dict(products),
+                "products": {one: ptx[one] for one in sorted(tensor_cores(ptx))},
                 "seconds": round(seconds, 2),
                 "problems": problems_of(name, kernel, self.card),
             }
@@ -220,6 +109,7 @@ def name_of(function: Any) -> str:
 
 
 ROWS, FEW, HIDDEN, HEADS, GROUPS, HEAD = 4096, 8, 4096, 32, 8, 128
+VOCABULARY = 151_936
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -315,9 +205,63 @@ def optimizer() -> None:
     dithered_bf16(master, "w")
 
 
+def backward_rows() -> None:
+    """Backward of norms and rotary, and the squares of gradients."""
+    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward, sum_of_rows
+    from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
+
+    x = empty(ROWS, HIDDEN)
+    rms_norm_backward(x, x, empty(HIDDEN), floats(ROWS), x)
+    sum_of_rows(x)
+    block_squares(floats(ROWS, HIDDEN))
+    q, k, qkv = (empty(ROWS, heads, HEAD) for heads in (HEADS, GROUPS, HEADS + 2 * GROUPS))
+    table, exponents = floats(2048, 2, HEAD // 2), empty(HEADS + GROUPS, HEAD // 2).to(torch.int8)
+    norms = (empty(HEAD), empty(HEAD))
+    work = (longs(ROWS), table, norms, 1e-6, exponents)
+    qk_norm_rotary_backward(q, k, k, qkv.flatten(1), *work)
+
+
+def logprobs_and_samples() -> None:
+    from jetrl.kernels.portable.logprob import exact_logits_gradient, exact_logprobs
+    from jetrl.kernels.portable.sampling import sample
+
+    logits, temperature = floats(64, VOCABULARY), floats(64, 1)
+    exact_logprobs(logits, longs(64), temperature)
+    exact_logits_gradient(logits, longs(64), temperature, floats(64))
+    for rows in (FEW, 512):
+        one = floats(rows)
+        for filtered in (False, True):
+            sample(floats(rows, VOCABULARY), longs(rows), one, one, longs(rows), filtered)
+
+
+def attention_forward() -> None:
+    """Training and prefill."""
+    from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+    from jetrl.kernels.portable.attention_forward import attend_batch, attend_prefill
+    from jetrl.kernels.portable.attention_queries import quantize_queries
+
+    codes = KeyValueCodes.empty(ROWS, GROUPS, HEAD, "int8", META)
+    tiles = QueryTiles.packed([0, 256, ROWS - 300, ROWS], META, [-1, 0, -1])
+    q = empty(ROWS, HEADS, HEAD)
+    attend_batch(q, codes, tiles)
+    quantize_queries(q)
+    attend_prefill(q[:100], pages_of(40), QueryTiles.paged([100], [2048], [range(32)], META))
+
+
+def pages_of(count: int) -> Any:
+    from jetrl.kernels.attention.layout import KeyValueCodes
+
+    codes, scales = empty(count, 64, GROUPS, HEAD, dtype=torch.int8), floats(count, 64, GROUPS)
+    return KeyValueCodes(codes, scales, codes, scales)
+
+
 CASES: dict[str, Callable[[], None]] = {
-    work.__name__: work for work in (norms, int8_codes, rotary, decode_state, optimizer)
-}
+    work.__name__: work
+    for work in (
+        norms, int8_codes, rotary, decode_state, optimizer, backward_rows, logprobs_and_samples,
+        attention_forward,
+    )
+}  # fmt: skip
 
 
 def main(capability: str, out: str, *cases: str) -> None:

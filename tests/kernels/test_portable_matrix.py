@@ -15,7 +15,14 @@ pytest.importorskip("triton", reason="it is there on Linux alone")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import portable_matrix
-from portable_matrix import CARDS, SPILLS, forbidden, problems_of_products
+from portable_rules import (
+    CARDS,
+    forbidden,
+    instructions,
+    problems_of_products,
+    spills_in_loops,
+    sums_of_floats,
+)
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 PORTABLE = ("kernels/portable/*.py", "precision/triton/portable_*.py")
@@ -31,7 +38,6 @@ def test_kernels_compile_and_keep_the_rules(capability: int, tmp_path: Path) -> 
     broken = {f"{one['case']} {one['kernel']}": one["problems"] for one in kernels}
     assert {name: problems for name, problems in broken.items() if problems} == {}
     compiled = {one["kernel"] for one in kernels}
-    assert set(SPILLS) <= compiled
     assert launched() - compiled == set()
 
 
@@ -49,15 +55,15 @@ def launched() -> set[str]:
     "ptx",
     [
         "ex2.approx.f32 %f1, %f2;",
-        "\tdiv.full.f32 %f1, %f2, %f3;",
-        "add.rn.ftz.f32 %f1, %f2, %f3;",
+        "\t@%p1 div.full.f32 %f1, %f2, %f3;",
+        "{ .reg .b32 a; add.rn.ftz.f32 %f1, %f2, %f3; }",
         "red.global.add.f32 [%rd1], %f1;",
         "atom.global.gpu.acq_rel.add.noftz.bf16 %rs1, [%rd1], %rs2;",
         "fma.rn.bf16x2 %r1, %r2, %r3, %r4;",
     ],
 )
 def test_a_forbidden_instruction_is_found(ptx: str) -> None:
-    assert len(list(forbidden(ptx))) == 1
+    assert len(list(forbidden(instructions(ptx)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -72,14 +78,33 @@ def test_a_forbidden_instruction_is_found(ptx: str) -> None:
     ],
 )
 def test_other_instructions_are_let_pass(ptx: str) -> None:
-    assert list(forbidden(ptx)) == []
+    assert len(instructions(ptx)) == 1
+    assert list(forbidden(instructions(ptx))) == []
 
 
 def test_products_are_of_int8_by_tensor_cores() -> None:
     int8 = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
-    assert problems_of_products("tt.dot", int8) == []
-    assert problems_of_products("tt.dot", "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8") == []
-    assert problems_of_products("tt.dot", "tcgen05.mma.cta_group::1.kind::i8") == []
-    assert problems_of_products("tt.dot", "mad.lo.s32") != []
+    assert problems_of_products(True, [int8]) == []
+    assert problems_of_products(True, ["wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"]) == []
+    assert problems_of_products(True, ["tcgen05.mma.cta_group::1.kind::i8"]) == []
+    assert problems_of_products(True, ["mad.lo.s32"]) != []
     bf16 = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    assert problems_of_products("tt.dot", int8 + "\n" + bf16) != []
+    assert problems_of_products(True, [int8, bf16]) != []
+
+
+def test_sums_of_floats_are_found_among_others() -> None:
+    reduce = (
+        '"tt.reduce"(%x) <{{axis = 1 : i32}}> ({{ %3 = arith.{} %1, %2 : {}'
+        " tt.reduce.return %3 }}) : (tensor<128x64x{}, #blocked>) -> tensor<128x{}>\n"
+    )
+    kinds = [("addi", "i32"), ("addf", "f32"), ("maxnumf", "f32"), ("addf", "f64")]
+    code = "".join(reduce.format(name, kind, kind, kind) for name, kind in kinds)
+    assert list(sums_of_floats(code)) == [64, 64]
+
+
+def test_spills_are_counted_in_innermost_loops() -> None:
+    branch = "@P0 BRA `({})"
+    outer = ["STL [R1], R2", ".L_x_0", "LDL R2, [R1]", branch.format(".L_x_0")]
+    assert spills_in_loops(outer) == 1
+    inner = [".L_x_1", "IMMA R4, R5", branch.format(".L_x_1")]
+    assert spills_in_loops([*outer[:3], *inner, outer[3]]) == 0
