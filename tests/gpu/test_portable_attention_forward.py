@@ -38,7 +38,13 @@ CASES = {
     ),
     "groups of 14": Case([300, 70], heads=14, groups=1, head_dim=64),
 }  # fmt: skip
-CONFIGS = [Config(64, 4, 2), Config(64, 4, 3), Config(32, 4, 2), Config(64, 8, 2)]
+CONFIGS = [
+    Config(),
+    Config(channels=128, stages=3),
+    Config(channels=128, stages=2, registers=168),
+    Config(rows=32, warps=2),
+    Config(rows=128, channels=128, warps=8),
+]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -191,8 +191,10 @@ def _place(j, stem_blocks, stem_block0, own_block0):
 @triton.jit
 def _products(q, k_ptr, block, D: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr):
     """Return S_ij of a block, int32 [R, KEYS]."""
-    key, d = tl.arange(0, KEYS), tl.arange(0, D)
-    k = tl.load(k_ptr + block * (STAGED * D) + key[None, :] * D + d[:, None])
+    key = tl.arange(0, KEYS)
+    d = tl.arange(0, D)
+    k_ptr += block * (STAGED * D)
+    k = tl.load(k_ptr + key[None, :] * D + d[:, None])
     return tl.dot(q, k, out_dtype=tl.int32)
 
 
@@ -209,17 +211,18 @@ def _planes_in_slots(bits, ASM: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, last_key,
-    D: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, CUT: tl.constexpr,
-    ASM: tl.constexpr,
+    s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, last_key,
+    D: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr,
+    CUT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Return the state (N, L, A) of a split after one more block, from its S_ij.
+    """Return the state (N, L, A, B) of a split after one more block, from its S_ij.
 
     Queries see all its keys or, if CUT, those up to `last_key` [R], if that is not negative.
     """
     # Scores, and the scales of values.
-    key, d = tl.arange(0, KEYS), tl.arange(0, D)
-    at = key // STAGED * (2 * STAGED) + key % STAGED
+    key = tl.arange(0, KEYS)
+    at = key // STAGED * (2 * STAGED)
+    at += key % STAGED
     scales = scales_ptr + block * (2 * STAGED) + at
     pairs = pairs_ptr + block * (2 * KEYS)
     y = s.to(tl.float32) * tl.load(scales)[None, :]
@@ -234,24 +237,40 @@ def _add_block(
         r = tl.load(pairs + KEYS - 1)
         g = tl.load(pairs + KEYS + key)[None, :]
 
-    # The block's own state: n, C and the sum O.
+    # The block's own n, and its sums.
     n = ceiling(tl.max(y, axis=1) * a)
     e = exponentials(y, a, n)
-    C = rounded_sum(e).to(tl.float32)
+    mass = rounded_sum(e).to(tl.float32)
     bad = bad_state(n, r)
     if CUT:
-        # A block without visible keys: with n = -Inf, C = 0 and O = 0 it changes nothing.
+        # A block without visible keys: with n = -Inf and sums of 0 it changes nothing.
         n = tl.where(sees, n, float("-inf"))
         bad = tl.where(sees, bad, 0.0)
     hi, lo = _planes_in_slots(weight_bits(e, g), ASM)
-    at = key // STAGED * (STAGED * D) + key % STAGED
-    v = tl.load(v_ptr + block * (STAGED * D) + at[:, None] + d[None, :] * STAGED)
+    N, z, z_block = fold_weights(N, n)
+    L = (L * z) + ((mass + bad) * z_block)
+    values = v_ptr + block * (STAGED * D)
+    A = _add_values(A, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT)
+    if C < D:
+        values += C * STAGED
+        B = _add_values(B, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT)
+    return N, L, A, B
+
+
+@triton.jit
+def _add_values(
+    A, hi, lo, r, z, z_block, values,
+    D: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Return C channels of A after one more block of values, from the planes of their weights."""
+    key = tl.arange(0, KEYS)
+    d = tl.arange(0, C)
+    at = key // STAGED * (STAGED * D)
+    at += key % STAGED
+    values += at[:, None]
+    v = tl.load(values + d[None, :] * STAGED)
     products = tl.dot(hi, v, out_dtype=tl.int32) * 256
     total = tl.dot(lo, v, products, out_dtype=tl.int32).to(tl.float32)
-
-    # The fold.
-    N, z, z_block = fold_weights(N, n)
-    L = (L * z) + ((C + bad) * z_block)
     if CUT:
         A = (A * z[:, None]) + ((total * r[:, None]) * z_block[:, None])
     elif (r >= _SMALLEST_EXACT) & (r <= _LARGEST_EXACT):
@@ -259,12 +278,12 @@ def _add_block(
         A = tl.fma(A, z[:, None], total * (z_block * r)[:, None])
     else:
         A = (A * z[:, None]) + ((total * r) * z_block[:, None])
-    return N, L, A
+    return A
 
 
 @triton.jit
 def _by_thread(A):
-    """Return A [R, D] as [., ., 4], in the order of registers, threads, and registers again.
+    """Return A [R, C] as [., ., 4], in the order of registers, threads, and registers again.
 
     If a thread holds A like a product of the tensor core, with four warps along rows, stores and
     loads of this form move no values between threads.
@@ -275,23 +294,28 @@ def _by_thread(A):
 
 
 @triton.jit
-def _from_threads(A, R: tl.constexpr, D: tl.constexpr):
-    """Return A [R, D], the inverse of `_by_thread`."""
-    parts = tl.reshape(A, (D // 8, R // 16, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 4, 2, 0, 3, 5)), (R, D))
+def _from_threads(A, R: tl.constexpr, C: tl.constexpr):
+    """Return A [R, C], the inverse of `_by_thread`."""
+    parts = tl.reshape(A, (C // 8, R // 16, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (1, 4, 2, 0, 3, 5)), (R, C))
 
 
 @triton.jit
-def _empty_state(R: tl.constexpr, D: tl.constexpr):
-    """Return N, L and A of no blocks."""
-    zeros = tl.zeros([R], tl.float32)
-    return zeros - float("inf"), zeros, tl.zeros([R, D], tl.float32)
+def _empty_state(R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Return N, L, A and B of no blocks."""
+    L = tl.zeros([R], tl.float32)
+    N = L - float("inf")
+    A = tl.zeros([R, C], tl.float32)
+    if C < D:
+        return N, L, A, A
+    else:
+        return N, L, A, L
 
 
 @triton.jit
-def _scratch(scratch_ptr, R: tl.constexpr, D: tl.constexpr):
-    """Return pointers to A of the finished splits in the form of `_by_thread`."""
-    group = tl.arange(0, D // 8)[:, None, None]
+def _scratch(scratch_ptr, R: tl.constexpr, C: tl.constexpr):
+    """Return pointers to C channels of the finished splits in the form of `_by_thread`."""
+    group = tl.arange(0, C // 8)[:, None, None]
     thread = tl.arange(0, 2 * R)[None, :, None]
     register = tl.arange(0, 4)[None, None, :]
     at = group * (8 * R) + thread * 4 + register
@@ -299,19 +323,33 @@ def _scratch(scratch_ptr, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _finish_split(scratch_ptr, first, N0, L0, N, L, A, R: tl.constexpr, D: tl.constexpr):
-    """Fold a split into the finished ones: N0, L0, and A in memory. Return N0 and L0.
+def _with_finished(
+    scratch_ptr, N0, L0, N, L, A, B, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr
+):
+    """Return the fold of the finished splits, N0, L0 and channels in memory, and a split."""
+    A0 = _from_threads(tl.load(_scratch(scratch_ptr, R, C)), R, C)
+    N1, L1, A = fold(N0, L0, A0, N, L, A)
+    if C < D:
+        B0 = _from_threads(tl.load(_scratch(scratch_ptr + R * C, R, C)), R, C)
+        N1, L1, B = fold(N0, L0, B0, N, L, B)
+    return N1, L1, A, B
+
+
+@triton.jit
+def _finish_split(
+    scratch_ptr, first, N0, L0, N, L, A, B, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr
+):
+    """Fold a split into the finished ones: N0, L0 and channels in memory. Return N0 and L0.
 
     It needs no barrier, which would keep the loop around it from being pipelined: loads and stores
     have one form, so each thread loads what it has stored.
     """
-    at = _scratch(scratch_ptr, R, D)
     if not first:
-        N0, L0, A = fold(N0, L0, _from_threads(tl.load(at), R, D), N, L, A)
-    else:
-        N0, L0 = N, L
-    tl.store(at, _by_thread(A))
-    return N0, L0
+        N, L, A, B = _with_finished(scratch_ptr, N0, L0, N, L, A, B, R, D, C)
+    tl.store(_scratch(scratch_ptr, R, C), _by_thread(A))
+    if C < D:
+        tl.store(_scratch(scratch_ptr + R * C, R, C), _by_thread(B))
+    return N, L
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
@@ -319,8 +357,8 @@ def _attend_kernel(
     q_ptr, codes_ptr, k_ptr, v_ptr, scales_ptr, pairs_ptr, tiles_ptr,
     out_ptr, statistics_ptr, scratch_ptr, num_blocks, num_queries,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
-    KEYS: tl.constexpr, STAGED: tl.constexpr, SPLIT: tl.constexpr, FACTOR: tl.constexpr,
-    ASM: tl.constexpr,
+    C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend R queries of one head: a part of a tile, if the tile has that many rows.
 
@@ -331,6 +369,7 @@ def _attend_kernel(
         out_ptr: bfloat16 [T, H, D], written.
         statistics_ptr: float32 [2, T, H], N and L, written.
         scratch_ptr: float32 [programs, R, D], A of finished splits, if a context has several.
+        C: channels per product with values, D or D / 2.
         SPLIT: blocks per split.
     """
     # Heads are the fastest index, so that concurrent programs share keys in L2, then the parts of
@@ -355,9 +394,11 @@ def _attend_kernel(
     scratch_ptr += program.to(tl.int64) * (R * D)
 
     i = tl.arange(0, R)
-    row = tl.load(tile).to(tl.int64) + skip + i
+    row = tl.load(tile).to(tl.int64)
+    row += skip + i
     d = tl.arange(0, D)
-    at = row[:, None] * (H * D) + head * D + d[None, :]
+    at = row[:, None] * (H * D)
+    at += head * D + d[None, :]
     inside = i < rows_left
     q, q_scale = query_codes(tl.load(q_ptr + at, mask=inside[:, None], other=0.0))
     a = q_scale * FACTOR
@@ -366,36 +407,43 @@ def _attend_kernel(
     tl.debug_barrier()
     q = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
 
-    # N0 and L0 are of the finished splits; N, L and A are of the current split.
-    N, L, A = _empty_state(R, D)
+    # N0 and L0 are of the finished splits; N, L, A and B are of the current split. A has the
+    # first C channels, B has others.
+    N, L, A, B = _empty_state(R, D, C)
     N0, L0 = N, L
     whole_blocks = (first + 1) // KEYS
-    all_blocks = (first + tl.minimum(rows_left, R) - 1) // KEYS + 1
+    keys = first + tl.minimum(rows_left, R)
+    all_blocks = tl.cdiv(keys, KEYS)
     for j in range(0, whole_blocks):
         if (j % SPLIT == 0) & (j > 0):
-            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, R, D)
-            N, L, A = _empty_state(R, D)
+            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, B, R, D, C)
+            N, L, A, B = _empty_state(R, D, C)
         block = _place(j, stem_blocks, stem_block0, own_block0)
         s = _products(q, k_ptr, block, D, KEYS, STAGED)
-        N, L, A = _add_block(
-            s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, 0, D, KEYS, STAGED, False, ASM
-        )
+        N, L, A, B = _add_block(
+            s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, 0,
+            D, C, KEYS, STAGED, False, ASM,
+        )  # fmt: skip
     for j in tl.range(whole_blocks, all_blocks, num_stages=1):
         if (j % SPLIT == 0) & (j > 0):
-            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, R, D)
-            N, L, A = _empty_state(R, D)
+            N0, L0 = _finish_split(scratch_ptr, j == SPLIT, N0, L0, N, L, A, B, R, D, C)
+            N, L, A, B = _empty_state(R, D, C)
         block = _place(j, stem_blocks, stem_block0, own_block0)
         s = _products(q, k_ptr, block, D, KEYS, STAGED)
         last_key = first + i - j * KEYS
-        N, L, A = _add_block(
-            s, a, N, L, A, v_ptr, scales_ptr, pairs_ptr, block, last_key, D, KEYS, STAGED, True, ASM
-        )
+        N, L, A, B = _add_block(
+            s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, last_key,
+            D, C, KEYS, STAGED, True, ASM,
+        )  # fmt: skip
     if all_blocks > SPLIT:
-        A0 = _from_threads(tl.load(_scratch(scratch_ptr, R, D)), R, D)
-        N, L, A = fold(N0, L0, A0, N, L, A)
+        N, L, A, B = _with_finished(scratch_ptr, N0, L0, N, L, A, B, R, D, C)
 
-    out = A * tl.div_rn(1.0, L)[:, None]
-    tl.store(out_ptr + at, out.to(tl.bfloat16), mask=inside[:, None])
+    inverse = tl.div_rn(1.0, L)[:, None]
+    out = out_ptr + row[:, None] * (H * D)
+    out += head * D + tl.arange(0, C)[None, :]
+    tl.store(out, (A * inverse).to(tl.bfloat16), mask=inside[:, None])
+    if C < D:
+        tl.store(out + C, (B * inverse).to(tl.bfloat16), mask=inside[:, None])
     statistics = statistics_ptr + row * H + head
     tl.store(statistics, N, mask=inside)
     tl.store(statistics + num_queries.to(tl.int64) * H, L, mask=inside)
@@ -427,16 +475,22 @@ def attend_prefill(
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes that change no bits: queries per program, warps, stages, registers."""
+    """Sizes that change no bits.
+
+    Attributes:
+        rows: queries per program, 16 per warp, so that a thread loads what it stored.
+        channels: maximum per product with values.
+    """
 
     rows: int = 64
+    channels: int = 64  # with more, mma.sync gives each warp all rows, and data moves
     warps: int = 4
-    stages: int = 2  # 74 KB of shared memory for heads of 128
-    registers: int | None = None  # maximum per thread
+    stages: int = 2  # 42 KB of shared memory for heads of 128
+    registers: int | None = None
 
 
 _DEFAULT = Config()
-_BY_CAPABILITY = {(9, 0): Config(stages=3)}  # 108 KB: two programs per SM
+_BY_CAPABILITY = {(9, 0): Config(channels=128, stages=3)}  # 108 KB: two programs per SM
 
 
 def config_of(device: torch.device) -> Config:
@@ -457,6 +511,7 @@ def attend_staged(
     assert (heads % groups, head_dim) == (0, staged.k.shape[-1]), f"{heads} heads of {head_dim}"
     assert head_dim in (64, 128), f"heads of {head_dim}"
     config = config or config_of(q.device)
+    assert config.rows == 16 * config.warps, f"{config.rows} rows for {config.warps} warps"
     parts = triton.cdiv(TILE_ROWS, config.rows)
     programs = heads * parts * len(tiles.tiles)
     out = torch.empty_like(q)
@@ -468,7 +523,7 @@ def attend_staged(
     _attend_kernel[(programs,)](
         q, torch.empty_like(q, dtype=torch.int8), staged.k, staged.v, staged.scales, staged.pairs,
         tiles.tiles, out, statistics, scratch, num_blocks - 2, num_queries,
-        heads, heads // groups, head_dim, config.rows, parts,
+        heads, heads // groups, head_dim, config.rows, parts, min(head_dim, config.channels),
         BLOCK_KEYS, STAGED_KEYS, SPLIT_KEYS // BLOCK_KEYS, score_factor(head_dim),
         q.device.type == "cuda",
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
