@@ -44,7 +44,8 @@ from jetrl.kernels.portable.attention_core import (
 )
 from jetrl.kernels.portable.attention_queries import query_codes
 
-# The planes of four weights in slots, packed: 5 instructions, 7 without it.
+# The planes of four neighbors. It saves a thread 97 of about 1,670 instructions per block of keys
+# (D = 128, SASS of sm_90, Triton 3.7, 2026-11-29).
 _PACK = tl.constexpr(
     "{ .reg .b32 a, b, c; prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;"
     " prmt.b32 c, a, b, 0x5410; xor.b32 $1, c, 0x80808080; prmt.b32 $0, a, b, 0x7632; }"
