@@ -43,7 +43,7 @@ _LINES = 64  # vectors per program that scales keys: reads 8 KB of codes, writes
 
 
 @triton.jit(do_not_specialize=["first_group", "num_groups"])
-def add_parts_kernel(
+def _add_parts_kernel(
     sums_ptr, dk_ptr, dv_ptr, divided_ptr, scale, first_group, num_groups,
     G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def add_parts_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def delta_kernel(
+def _delta_kernel(
     o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, num_rows, line_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _dkdv_step(
 
 # Counts differ from batch to batch; line_stride is always a multiple of 64, so it compiles once.
 @triton.jit(do_not_specialize=["first_group", "num_groups", "head_tiles"])
-def dkdv_kernel(
+def _dkdv_kernel(
     q_desc, k_ptr, v_ptr, ks_ptr, vs_ptr, do_desc, ds_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     sums_ptr, tiles_ptr, branches_ptr, line_stride, scale, first_group, num_groups, head_tiles,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
@@ -234,7 +234,7 @@ def dkdv_kernel(
 
 
 @triton.jit(do_not_specialize=["first_group", "num_heads", "head_tiles"])
-def dq_stored_kernel(
+def _dq_stored_kernel(
     ds_desc, k_desc, dq_ptr, tiles_ptr, scale, first_group, num_heads, head_tiles,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
@@ -284,7 +284,9 @@ def dq_stored_kernel(
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
+def _scaled_keys_kernel(
+    k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr
+):
     """Write codes [num_lines, D] times scales [num_lines] as bfloat16, LINES rows per program."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     ok = line < num_lines
@@ -294,13 +296,13 @@ def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, L
     tl.store(out_ptr + at, k.to(tl.bfloat16), mask=ok[:, None])
 
 
-def scaled_keys(codes: KeyValueCodes) -> Tensor:
+def _scaled_keys(codes: KeyValueCodes) -> Tensor:
     """Return dequantized keys [T, G, D] in bfloat16: the float32 product, rounded once."""
     if codes.k_scales is None:
         return codes.k
     out = torch.empty_like(codes.k, dtype=torch.bfloat16)
     lines = codes.k_scales.numel()
-    scaled_keys_kernel[(cdiv(lines, _LINES),)](
+    _scaled_keys_kernel[(cdiv(lines, _LINES),)](
         codes.k, codes.k_scales, out, lines, codes.head_dim, _LINES, num_warps=4
     )
     return out
@@ -332,7 +334,7 @@ def _dq_step(
 
 
 @triton.jit
-def dq_kernel(
+def _dq_kernel(
     q_ptr, k_desc, v_desc, ks_ptr, vs_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr,
     line_stride, scale,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
@@ -411,7 +413,7 @@ def attention_backward(
     # the last one may extend almost one step past the last token.
     width = round_up(tokens, _STEP) + _STEP
     delta, lse2 = (q.new_empty(heads, width, dtype=torch.float32) for _ in range(2))
-    delta_kernel[(cdiv(width, 64), heads)](
+    _delta_kernel[(cdiv(width, 64), heads)](
         o, do, lse, delta, lse2, tokens, width, heads, head_dim, 64
     )
     dq, dk, dv = torch.empty_like(q), q.new_empty(codes.k.shape), q.new_empty(codes.v.shape)
@@ -428,14 +430,14 @@ def attention_backward(
     q_rows, do_rows = rows(q), rows(do)
     ds_rows, key_rows = q_rows, q_rows
     if store:
-        key_rows = rows(scaled_keys(codes), BACKWARD_KEYS)
+        key_rows = rows(_scaled_keys(codes), BACKWARD_KEYS)
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
     sums = delta if not of_parts else q.new_empty(count * of_parts // 4, dtype=torch.float32)
     # Each round overwrites dS and the sums of the previous one, which have been read by then.
     for first in range(0, groups, count):
         here = min(count, groups - first)
-        dkdv_kernel[(here * len(tiles.key_tiles),)](
+        _dkdv_kernel[(here * len(tiles.key_tiles),)](
             q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows, lse2, delta,
             dk, dv, sums, tiles.key_tiles, tiles.branches, width, scale, first, here,
             tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
@@ -444,12 +446,12 @@ def attention_backward(
         )  # fmt: skip
         if of_parts:
             grid = (here * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)
-            add_parts_kernel[grid](
+            _add_parts_kernel[grid](
                 sums, dk, dv, tiles.divided_key_tiles, scale, first, here, groups, head_dim,
                 BACKWARD_KEYS, _ROWS, num_warps=4,
             )  # fmt: skip
         if store:
-            dq_stored_kernel[(here * group * len(tiles.stored_query_tiles),)](
+            _dq_stored_kernel[(here * group * len(tiles.stored_query_tiles),)](
                 ds_rows, key_rows, dq, tiles.stored_query_tiles, scale, first, here * group,
                 tiles.stored_tiles, heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
                 tiles.shared, num_warps=4, num_stages=3,
@@ -458,7 +460,7 @@ def attention_backward(
         k_scales, v_scales = (
             delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
         )
-        dq_kernel[(heads * len(tiles.query_tiles),)](
+        _dq_kernel[(heads * len(tiles.query_tiles),)](
             q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
             delta, dq, tiles.query_tiles, width, scale, groups, group, head_dim, codes.scaled,
             BACKWARD_QUERIES, _STEP, tiles.shared,

@@ -5,6 +5,7 @@ Shapes: T tokens, H query heads, G key-value heads, D head_dim, P pages.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
+from jetrl.kernels.attention.padded_lists import PaddedLists
 from jetrl.precision.formats import BF16, FP8, INT8, Format, key_and_value_formats
 
 BLOCK_KEYS = 64  # keys per block, and tokens per page: kernels read a page as a block
@@ -122,6 +124,7 @@ class QueryTiles:
             blocks of stem keys.
         branches: int32 [., 3], branches of each stem: first query row, end row of the run, index of
             the first block of 64 queries, counted over all branches of the stem.
+        runs: the runs of a packed batch, on the CPU.
     """
 
     tiles: Tensor
@@ -135,6 +138,12 @@ class QueryTiles:
     num_parts: int
     num_queries: int
     longest: int
+    runs: Sequence[Run] = ()
+
+    @functools.cached_property
+    def padded(self) -> PaddedLists:
+        """The work lists of the backward of integer attention, built when first used."""
+        return PaddedLists.of(self.runs, self.tiles.device)
 
     @property
     def shared(self) -> bool:
@@ -246,6 +255,7 @@ def _build(
         num_parts=backward.num_parts,
         num_queries=row,
         longest=max(context_lengths, default=0),
+        runs=runs or (),
     )
 
 

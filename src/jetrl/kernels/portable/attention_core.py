@@ -68,11 +68,14 @@ def bad_state(n, r):
 
 @triton.jit
 def exponentials(y, a, n):
-    """Return e_ij, float32 [R, K], of y [R, K], a [R] and n [R].
+    """Return e_ij, float32 [R, K], of y [R, K], and a and n: [R], or of two dimensions.
 
     A hidden key may hold anything, so the caller replaces its e by 0.
     """
-    u = tl.maximum(tl.fma(y, a[:, None], -n[:, None]), _SMALLEST_SCORE)
+    if len(a.shape) == 1:
+        a = a[:, None]
+        n = n[:, None]
+    u = tl.maximum(tl.fma(y, a, -n), _SMALLEST_SCORE)
     z = u + _MAGIC  # m in the low bits
     f = u - (z - _MAGIC)
     p = tl.fma(tl.fma(tl.fma(f, _P3, _P2), f, _P1), f, _P0)
