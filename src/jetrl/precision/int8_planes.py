@@ -41,12 +41,12 @@ Legend: R hidden rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from jetrl.precision.quantize import AMAX_FLOOR, QTensor, codes_as_float64, rotate
+from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.quantize import AMAX_FLOOR, Planes, QTensor, codes_as_float64, rotate
 
 _MAXIMUM = 32512.0  # 127 * 256, so that the high plane fits in INT8
 _PIECE = 65536  # terms of an int32 sum of low * high + high * low, below 2**31
@@ -57,19 +57,6 @@ _CHUNK_LOGITS = 2**27
 def rows_per_chunk(vocabulary: int) -> int:
     """Return the rows of logits whose WGrad has one scale per token of the vocabulary."""
     return min(_PIECE, max(64, _CHUNK_LOGITS // vocabulary // 64 * 64))
-
-
-@dataclass(frozen=True)
-class Planes:
-    """Integers 256 * high + low, int8 [M, K] each, with a scale per row, float32 [M, 1]."""
-
-    high: Tensor
-    low: Tensor
-    scales: Tensor
-
-    def codes(self) -> Tensor:
-        """Return the integers as float64 [M, K]."""
-        return 256.0 * codes_as_float64(self.high) + codes_as_float64(self.low)
 
 
 def planes(x: Tensor) -> Planes:
@@ -85,26 +72,23 @@ def planes(x: Tensor) -> Planes:
 
 def planes_of_hidden(x: Tensor) -> Planes:
     """Return hidden rows [R, D], bfloat16, rotated and in two planes. D is a multiple of 64."""
-    return planes(rotate(x))
+    if (arithmetic := arithmetic_of(x)) is not None:
+        return arithmetic.planes_of_hidden(x)
+    return planes_of_hidden_ref(x)
 
 
 def planes_fprop(x: Planes, w: QTensor) -> Tensor:
     """Return the logits, float32 [R, V], of hidden rows [R, D] and the weight [V, D]."""
-    codes, out = x.codes(), x.scales.new_empty(len(x.high), w.shape[0])
-    for piece in _slices(w.shape[0], _PIECE):
-        sums = codes @ codes_as_float64(w.codes[piece]).mT  # below 2**53: exact
-        out[:, piece] = sums.float() * x.scales * w.scales[piece].mT
-    return out
+    if (arithmetic := arithmetic_of(x.high)) is not None:
+        return arithmetic.planes_fprop(x, w)
+    return planes_fprop_ref(x, w)
 
 
 def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
     """Return dX, bfloat16 [R, D], of the logits' gradient, float32 [R, V]."""
-    total = dy.new_zeros(len(dy), w.shape[1])
-    for block in _slices(w.shape[0], _BLOCK):
-        made = planes(dy[:, block] * w.scales[block].mT)
-        sums = made.codes() @ codes_as_float64(w.codes[block])
-        total += sums.float() * made.scales
-    return rotate(total).bfloat16()
+    if (arithmetic := arithmetic_of(dy)) is not None:
+        return arithmetic.planes_dgrad(dy, w)
+    return planes_dgrad_ref(dy, w)
 
 
 def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
@@ -113,6 +97,38 @@ def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
     dY is float32 [R, V]; R is at most `rows_per_chunk(V)`.
     """
     assert len(dy) <= rows_per_chunk(len(total)), "the rows of one chunk"
+    if (arithmetic := arithmetic_of(dy)) is not None:
+        arithmetic.add_planes_wgrad(total, dy, x)
+    else:
+        add_planes_wgrad_ref(total, dy, x)
+
+
+def planes_of_hidden_ref(x: Tensor) -> Planes:
+    """`planes_of_hidden` in plain PyTorch."""
+    return planes(rotate(x))
+
+
+def planes_fprop_ref(x: Planes, w: QTensor) -> Tensor:
+    """`planes_fprop` in plain PyTorch."""
+    codes, out = x.codes(), x.scales.new_empty(len(x.high), w.shape[0])
+    for piece in _slices(w.shape[0], _PIECE):
+        sums = codes @ codes_as_float64(w.codes[piece]).mT  # below 2**53: exact
+        out[:, piece] = sums.float() * x.scales * w.scales[piece].mT
+    return out
+
+
+def planes_dgrad_ref(dy: Tensor, w: QTensor) -> Tensor:
+    """`planes_dgrad` in plain PyTorch."""
+    total = dy.new_zeros(len(dy), w.shape[1])
+    for block in _slices(w.shape[0], _BLOCK):
+        made = planes(dy[:, block] * w.scales[block].mT)
+        sums = made.codes() @ codes_as_float64(w.codes[block])
+        total += sums.float() * made.scales
+    return rotate(total).bfloat16()
+
+
+def add_planes_wgrad_ref(total: Tensor, dy: Tensor, x: Planes) -> None:
+    """`add_planes_wgrad` in plain PyTorch."""
     x_codes, x_low = x.codes(), codes_as_float64(x.low)
     for piece in _slices(len(total), _PIECE):
         made = planes((dy[:, piece] * x.scales).mT.contiguous())

@@ -82,6 +82,22 @@ class QTensor:
         return QTensor(self.codes.mT, self.scales.mT, turned, self.rotated)
 
 
+@dataclass(frozen=True)
+class Planes:
+    """Integers 256 * high + low, int8 [M, K] each, with a scale per row, float32 [M, 1].
+
+    `precision.int8_planes` defines them.
+    """
+
+    high: Tensor
+    low: Tensor
+    scales: Tensor
+
+    def codes(self) -> Tensor:
+        """Return the integers as float64 [M, K]."""
+        return 256.0 * codes_as_float64(self.high) + codes_as_float64(self.low)
+
+
 def quantize(
     x: Tensor,
     block: tuple[int, int] = (1, 128),

@@ -1,0 +1,130 @@
+"""Compare the portable INT8 products with their references, run by Triton's interpreter on a CPU.
+
+    TRITON_INTERPRET=1 python tests/kernels/interpreted_gemm.py
+
+It prints a JSON object: case -> number of different values.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import exact_interpreter  # noqa: F401  (patches the interpreter)
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from jetrl.precision import int8_planes as reference
+from jetrl.precision.int8 import int8_matmul, int8_rows
+from jetrl.precision.quantize import Planes
+from jetrl.precision.triton import int8_planes, portable_int8
+from jetrl.precision.triton.portable_int8 import Tile
+
+PRODUCTS = ((1, 40, 64), (17, 70, 192), (65, 33, 320), (257, 140, 192))
+HEADS = ((1, 64, 5), (37, 192, 1333), (65, 128, 512), (130, 64, 700))  # rows, hidden, vocabulary
+
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _rounding_cast(builder: Any, source: Any, dtype: Any) -> Any:
+    """Round float32 to bfloat16; the interpreter's own cast truncates."""
+    if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+        return _cast(builder, source, dtype)
+    rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
+    return interpreter.TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
+
+
+interpreter.InterpreterBuilder.cast_impl = _rounding_cast
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def different(found: Tensor, expected: Tensor) -> int:
+    """Return the number of values with other bits; NaN equals NaN."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return -1
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    same = (found.view(dtype) == expected.view(dtype)) | (found.isnan() & expected.isnan())
+    return int((~same).sum())
+
+
+def compare_products() -> dict[str, int]:
+    """Compare `int8_matmul`, also with K in parts."""
+    found = {}
+    for m, n, k in PRODUCTS:
+        a, b = int8_rows(random(m, k).bfloat16()), int8_rows(random(n, k, seed=1))
+        a.scales[0] = torch.nan
+        for dtype in (torch.float32, torch.bfloat16):
+            want = int8_matmul(a, b, dtype)
+            made = portable_int8.int8_matmul(a, b, dtype)
+            found[f"product {(m, n, k)} {dtype}"] = different(made, want)
+            if 1 < m < 100:
+                made = portable_int8.product(a, b, dtype, Tile(16, 32, 64, 4, 2), parts=2)
+                found[f"parts {(m, n, k)} {dtype}"] = different(made, want)
+    return found
+
+
+def compare_planes(x: Planes, other: Planes, case: str) -> dict[str, int]:
+    parts = ("high", "low", "scales")
+    return {f"{case} {part}": different(getattr(x, part), getattr(other, part)) for part in parts}
+
+
+def compare_head(rows: int, width: int, vocabulary: int, largest: bool = False) -> dict[str, int]:
+    """Compare the four functions of the head, with zero, tiny and non-finite rows."""
+    case = f"{(rows, width, vocabulary, largest)}"
+    hidden, weight = random(rows, width).bfloat16(), random(vocabulary, width, seed=1)
+    dy = random(rows, vocabulary, seed=2) * 1e-6
+    if largest:
+        hidden, weight, dy = hidden.fill_(-7.5), weight.fill_(2.0), dy.fill_(3.0)
+    elif rows > 8:
+        hidden[:, 3] *= 50
+        hidden[2], hidden[3], hidden[4, 1], hidden[5, 2] = 0.0, 2.0**-120, torch.inf, torch.nan
+        dy[1], dy[2], dy[3, 0], dy[4, 1] = 0.0, 2.0**-140, torch.nan, -torch.inf
+    w = int8_rows(weight)
+    x = reference.planes_of_hidden_ref(hidden)
+    found = compare_planes(int8_planes.planes_of_hidden(hidden), x, f"hidden {case}")
+    logits = reference.planes_fprop_ref(x, w)
+    found[f"fprop {case}"] = different(int8_planes.planes_fprop(x, w), logits)
+    dx = reference.planes_dgrad_ref(dy, w)
+    found[f"dgrad {case}"] = different(int8_planes.planes_dgrad(dy, w), dx)
+    dw, want = (random(vocabulary, width, seed=3) * 1e-6 for _ in range(2))
+    reference.add_planes_wgrad_ref(want, dy, x)
+    int8_planes.add_planes_wgrad(dw, dy, x)
+    found[f"wgrad {case}"] = different(dw, want)
+    return found
+
+
+@triton.jit
+def _sums_kernel(high_ptr, low_ptr, out_ptr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    high, low = tl.load(high_ptr + places), tl.load(low_ptr + places)
+    tl.store(out_ptr + places, int8_planes._rounded(high, low))
+
+
+def compare_sums() -> dict[str, int]:
+    """Compare 256 * high + low, rounded once, for sums near ties and of the largest size."""
+    generator = torch.Generator().manual_seed(4)
+    high = torch.randint(-(2**30), 2**30, (4096,), generator=generator)
+    high[2048:] >>= torch.randint(0, 30, (2048,), generator=generator)
+    low = torch.randint(-(2**30), 2**30, (4096,), generator=generator)
+    low >>= torch.randint(0, 31, (4096,), generator=generator)
+    low[::3] = (low[::3] & 1) + 128  # ties and their neighbors, for some sizes of `high`
+    found = torch.empty(4096)
+    _sums_kernel[(1,)](high.int(), low.int(), found, 4096)
+    return {"rounded": different(found, (256 * high + low).float())}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = compare_products() | compare_sums()
+    for size in (2**25, 2**15):  # one slab, and several
+        int8_planes.SLAB = size
+        for case in HEADS:
+            found |= {f"{name}, slabs of {size}": n for name, n in compare_head(*case).items()}
+    found |= compare_head(140, 64, 600, largest=True)
+    print(json.dumps(found))

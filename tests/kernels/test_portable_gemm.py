@@ -1,0 +1,46 @@
+"""Portable INT8 products: the bits of their references, and the tables of tiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_products_have_the_bits_of_their_references() -> None:
+    """Triton's interpreter runs them on the CPU, in its own process."""
+    pytest.importorskip("triton", reason="it is there on Linux alone")
+    program = Path(__file__).with_name("interpreted_gemm.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compared = json.loads(done.stdout)
+    assert len(compared) > 50
+    assert {case: n for case, n in compared.items() if n} == {}
+
+
+def test_tables_have_every_size() -> None:
+    portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
+    planes = pytest.importorskip("jetrl.precision.triton.int8_planes")
+    classes = [portable.rows_class(rows) for rows in (1, 16, 17, 64, 65, 256, 257, 10**6)]
+    assert classes == [16, 16, 32, 64, 128, 256, 0, 0]
+    for table in (portable.TILES, planes.FPROP):
+        assert [set(tiles) for tiles in table.values()] == [set(classes)] * 2
+        assert set(table) == set(planes.DGRAD) == set(planes.WGRAD) == {"large", "small"}
+    assert all(planes.BLOCK % tile.depth == 0 for tile in planes.DGRAD.values())
+
+
+@pytest.mark.parametrize(
+    "rows, columns, k, parts",
+    [(1, 4096, 4096, 3), (64, 4096, 12288, 6), (64, 24576, 4096, 1), (16, 64, 576, 1)],
+)
+def test_few_tiles_take_parts_of_k(rows: int, columns: int, k: int, parts: int) -> None:
+    portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
+    tile = portable.TILES["large"][portable.rows_class(rows)]
+    assert portable.parts_of(tile, rows, columns, k, 132) == parts
