@@ -114,13 +114,18 @@ def early_arrivals(cubin: bytes, rings: int) -> list[str]:
 
 
 def layouts_of_sums(code: str) -> list[str]:
-    """Return the dimension and the layout of each float32 sum, in the order of Triton's code."""
+    """Return the dimension and the layout of each float32 sum, in the order of Triton's code.
+
+    Sums of two values are left out: they have no order.
+    """
     named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
-    reduce = r'"tt\.reduce"\(.*?axis = (\d).*?= arith\.(\w+).*?\(tensor<[\dx]*f32, ([^\n]*?)>\) ->'
+    reduce = (
+        r'"tt\.reduce"\(.*?axis = (\d).*?= arith\.(\w+).*?\(tensor<([\dx]*)f32, ([^\n]*?)>\) ->'
+    )
     return [
         f"{axis} {re.sub('#[a-z]+[0-9]*', lambda name: named.get(name[0], name[0]), layout)}"
-        for axis, operation, layout in re.findall(reduce, code, re.DOTALL)
-        if operation == "addf"
+        for axis, operation, shape, layout in re.findall(reduce, code, re.DOTALL)
+        if operation == "addf" and shape.split("x")[int(axis)] != "2"
     ]
 
 

@@ -255,11 +255,39 @@ def pages_of(count: int) -> Any:
     return KeyValueCodes(codes, scales, codes, scales)
 
 
+def products() -> None:
+    from jetrl.precision.quantize import empty_int8_rows
+    from jetrl.precision.triton.portable_int8 import int8_matmul
+
+    for k, sizes in ((HIDDEN, (1, 17, 64, 128, 256, ROWS)), (576, (64, ROWS))):
+        weight = empty_int8_rows(1152, k, META)
+        for rows in sizes:
+            int8_matmul(empty_int8_rows(rows, k, META), weight)
+
+
+def planes_head() -> None:
+    from jetrl.precision.quantize import empty_int8_rows
+    from jetrl.precision.triton.int8_planes import (
+        add_planes_wgrad,
+        planes_dgrad,
+        planes_fprop,
+        planes_of_hidden,
+    )
+
+    vocabulary, width = 151936, 1024
+    weight, x = empty_int8_rows(vocabulary, width, META), empty(832, width)
+    for rows in (1, 17, 64, 832):
+        planes_fprop(planes_of_hidden(x[:rows]), weight)
+    dlogits = floats(832, vocabulary)
+    planes_dgrad(dlogits, weight)
+    add_planes_wgrad(floats(vocabulary, width), dlogits, planes_of_hidden(x))
+
+
 CASES: dict[str, Callable[[], None]] = {
     work.__name__: work
     for work in (
         norms, int8_codes, rotary, decode_state, optimizer, backward_rows, logprobs_and_samples,
-        attention_forward,
+        attention_forward, products, planes_head,
     )
 }  # fmt: skip
 
