@@ -248,6 +248,26 @@ def attention_forward() -> None:
     attend_prefill(q[:100], pages_of(40), QueryTiles.paged([100], [2048], [range(32)], META))
 
 
+def attention_backward() -> None:
+    from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+    from jetrl.kernels.portable.attention_backward import attention_backward
+
+    codes = KeyValueCodes.empty(ROWS, GROUPS, HEAD, "int8", META)
+    tiles = QueryTiles.packed([0, 256, ROWS - 300, ROWS], META, [-1, 0, -1])
+    q = empty(ROWS, HEADS, HEAD)
+    attention_backward(q, q, codes, q, floats(2, ROWS, HEADS), tiles)
+
+
+def attention_decode() -> None:
+    from jetrl.kernels.attention.layout import SequenceQueries
+    from jetrl.kernels.portable.attention_decode import attend_decode
+
+    work = (pages_of(100), ints(64, 32), ints(64), 2048, 1024)
+    attend_decode(empty(64, HEADS, HEAD), *work, None)
+    several = SequenceQueries(ints(64), ints(64), ints(256), 4)
+    attend_decode(empty(256, HEADS, HEAD), *work, several)
+
+
 def pages_of(count: int) -> Any:
     from jetrl.kernels.attention.layout import KeyValueCodes
 
@@ -287,7 +307,7 @@ CASES: dict[str, Callable[[], None]] = {
     work.__name__: work
     for work in (
         norms, int8_codes, rotary, decode_state, optimizer, backward_rows, logprobs_and_samples,
-        attention_forward, products, planes_head,
+        attention_forward, attention_backward, attention_decode, products, planes_head,
     )
 }  # fmt: skip
 
