@@ -14,9 +14,29 @@ from jetrl.models.layer import fuses
 from jetrl.precision import backend as backends
 from jetrl.precision.backend import BACKENDS, REFERENCE, Arithmetic, Backend
 from jetrl.session.building import device_of
-from jetrl.settings.sections import RunSettings
+from jetrl.settings.loading import Settings, load_config
 
-of_each = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+of_each = pytest.mark.parametrize(
+    "backend", BACKENDS, ids=lambda backend: f"{backend.name}, {backend.kernels}"
+)
+# What plans that are defined for every machine never ask for, or refuse.
+UNDEFINED = {
+    *("fp8_matmul", "bf16_matmul", "bf16_matmul_free", "int8_squares_turned"),
+    *("nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad", "dithered_bf16"),
+    *("quantize_rows", "quantize_rows_and_tokens", "quantize_squares", "quantize_weight"),
+    *("turned_weight", "project_down", "project_up", "adapted_matmul"),
+    *("quantized_adapted_matmul", "nvfp4_adapted_matmul", "lm_head_logprobs"),
+    *("rms_norm_forward", "rms_norm_quantize", "rms_norm_squares", "rms_norm_backward"),
+    *("swiglu_quantize", "swiglu_quantize_with_values", "swiglu_backward_quantize"),
+    *("swiglu_backward_values_", "attend_equal_lengths", "attend_equal_lengths_backward"),
+    *("attend_prefill_quantized", "attend_decode_quantized"),
+}
+
+
+@pytest.fixture(autouse=True)
+def selection() -> Iterator[None]:
+    yield
+    backends.select_backend()
 
 
 def test_a_cpu_computes_the_references() -> None:
@@ -31,10 +51,13 @@ def test_a_cpu_computes_the_references() -> None:
 def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) -> None:
     """The type checker compares signatures; here the arguments of each name are counted."""
     pytest.importorskip("triton", reason="it is there on Linux alone")
-    table = backend.arithmetic if protocol is Arithmetic else TABLES[backend.name]()
+    table = backend.arithmetic if protocol is Arithmetic else TABLES[backend.kernels]()
     functions = inspect.getmembers(protocol, inspect.isfunction)
     names = [name for name, _ in functions if not name.startswith("_")]
     assert len(names) > 10
+    if backend.defined:
+        names = [name for name in names if name not in UNDEFINED]
+        assert not [name for name in UNDEFINED if hasattr(table, name)]
     for name in names:
         promised = list(inspect.signature(getattr(protocol, name)).parameters.values())[1:]
         positional = [p for p in promised if p.kind is not p.KEYWORD_ONLY]
@@ -46,7 +69,7 @@ def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) ->
 def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    backends.backend_for.cache_clear()
+    backends.select_backend(backend.name, defined=backend.defined)
     for number, capability in enumerate((*backend.capabilities, (7, 5))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         expected = backend if capability in backend.capabilities else None
@@ -54,7 +77,7 @@ def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.Monke
         gpu = torch.device("cuda", 100 + number)  # which is in no cache
         if expected is not None:
             assert backends.backend_for(gpu) is expected
-    with pytest.raises(UserError, match=r"a GPU has compute capability 7\.5; FP8 on the GPU needs"):
+    with pytest.raises(UserError, match=r"a GPU has compute capability 7\.5; jetrl supports"):
         backends.backend_for(gpu)
     head_dim, group = backend.head_dims[0], backend.max_group
     backend.check_attention(head_dim, group)
@@ -68,21 +91,23 @@ def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def gpu_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def gpu_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    yield torch.device("cuda", 200)
-    backends.select_backend("auto")
+    return torch.device("cuda", 200)
+
+
+def settings(*keys: str) -> Settings:
+    return load_config(None, [f"run.{key}" for key in keys])
 
 
 def test_references_run_on_any_gpu_if_selected(gpu_of_another_maker: torch.device) -> None:
-    run = RunSettings(device="cuda", backend="reference")
-    assert device_of(run) == "cuda"
+    assert device_of(settings("device=cuda", "backend=reference")) == "cuda"
     assert backends.backend_for(gpu_of_another_maker) is backends.REFERENCE
     assert not backends.has_kernels(gpu_of_another_maker)
-    assert device_of(RunSettings(backend="reference")) == "cpu"
-    device_of(RunSettings(device="cuda"))
+    assert device_of(settings("backend=reference")) == "cpu"
+    device_of(settings("device=cuda"))
     with pytest.raises(UserError, match=r"use run\.device=cpu, or run\.backend=reference"):
         backends.backend_for(gpu_of_another_maker)
 
@@ -90,4 +115,52 @@ def test_references_run_on_any_gpu_if_selected(gpu_of_another_maker: torch.devic
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_hopper_is_refused_elsewhere(device: str, gpu_of_another_maker: torch.device) -> None:
     with pytest.raises(UserError, match=r"run\.backend = hopper needs a Hopper card"):
-        device_of(RunSettings(device=device, backend="hopper"))
+        device_of(settings(f"device={device}", "backend=hopper"))
+
+
+@pytest.mark.parametrize(
+    "capability, name, defined, expected",
+    [
+        ((9, 0), "auto", False, backends.HOPPER),
+        ((9, 0), "auto", True, backends.HOPPER_DEFINED),
+        ((9, 0), "hopper", True, backends.HOPPER_DEFINED),
+        ((9, 0), "triton", True, backends.TRITON),
+        ((8, 0), "auto", True, backends.TRITON),
+        ((12, 0), "auto", False, backends.TRITON),  # which refuses the plan
+        ((8, 0), "hopper", False, None),
+        ((7, 5), "auto", True, None),
+    ],
+)
+def test_a_backend_is_selected_by_card_name_and_plan(
+    capability: tuple[int, int],
+    name: str,
+    defined: bool,
+    expected: Backend | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    with backends.selected_backend(name, defined=defined):
+        assert backends.accelerator() is expected
+
+
+@pytest.mark.parametrize(
+    "backend, defined, integer, message",
+    [
+        (
+            backends.TRITON,
+            False,
+            False,
+            "run.backend = triton runs precision.preset = integer only",
+        ),
+        (backends.HOPPER_DEFINED, False, True, "runs precision.preset = integer only"),
+        (backends.HOPPER, True, True, r"no attention with INT8 queries: use select_backend"),
+        (backends.HOPPER, False, True, "INT8 queries: use precision.preset = integer"),
+    ],
+)
+def test_a_backend_refuses_other_plans(
+    backend: Backend, defined: bool, integer: bool, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        backend.check_plan(defined, integer)
+    backend.check_plan(backend.defined, backend.defined)

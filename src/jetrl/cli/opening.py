@@ -16,6 +16,7 @@ from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource, open_source
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import select_backend
 from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
@@ -64,6 +65,7 @@ def _policy_at(
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
     else:
         plan = PrecisionPlan.preset(preset or fallback).replace(**fields)
+    select_backend(defined=plan.defined)
     chosen, masters = choose_device(device), masters_of(location.path)
     if masters is not None:
         world().from_first("the checkpoint", lambda: check_intact(location.path))

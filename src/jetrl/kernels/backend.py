@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -135,13 +135,20 @@ def _hopper() -> Kernels:
     return hopper
 
 
-TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper}  # keyed by Backend.name
+@functools.cache
+def _portable() -> Kernels:
+    from jetrl.kernels.portable import table
+
+    return cast(Kernels, table)  # without what plans of these backends refuse
+
+
+TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper, "portable": _portable}
 
 
 def kernels_of(x: Tensor) -> Kernels | None:
     """Return the kernels for the device of x, or None if it runs the references."""
     backend = backend_of(x)
-    return None if backend is REFERENCE else TABLES[backend.name]()
+    return None if backend is REFERENCE else TABLES[backend.kernels]()
 
 
 def device_kernels(x: Tensor) -> Kernels:

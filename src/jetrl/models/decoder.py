@@ -38,7 +38,7 @@ from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.packed import ForwardInputs
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.backend import has_defined_bits
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
 
         Values are rounded only to FP32, and the sum is exact.
         """
-        if arithmetic_of(hidden) is None:
+        if has_defined_bits(hidden):
             scores = _Scores.apply(hidden, self.score)
         else:
             scores = exact_matmul(hidden, self.score.t()).squeeze(-1).float()

@@ -297,11 +297,12 @@ def check_device(
 ) -> None:
     """Raise a UserError if a device, or a model on that device, has no kernels.
 
-    `elsewhere` checks for the first backend's GPU, which need not be on this machine.
+    `elsewhere` checks for a Hopper GPU, which need not be on this machine.
     """
     if device.type in ("cpu", "meta"):
         return
-    backend = BACKENDS[0] if elsewhere else backend_for(device)
+    of_plan = (each for each in BACKENDS if each.defined == plan.defined)
+    backend = next(of_plan) if elsewhere else backend_for(device)
     if backend is REFERENCE:
         return
     formats = set(key_and_value_formats(plan.kv))
@@ -310,7 +311,11 @@ def check_device(
     if config.head == "lm":
         formats.add(number_format(plan.lm_head))
     backend.check_formats({format.words: format.dtype for format in formats})
-    if plan.integer_attention:
-        backend.check_integer_attention()
+    backend.check_plan(plan.defined, plan.integer_attention)
+    if backend.defined and plan.scales != "fp32":
+        raise UserError(
+            f"precision.scales = {plan.scales}: no kernel of a GPU rounds queries in INT8 with it; "
+            "leave it out, or use run.device=cpu"
+        )
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -5,18 +5,22 @@ GPU has two tables of kernels: `Arithmetic` for this package, `kernels.backend.K
 packages. A table is a module with these names. Public operations look up the table of their
 tensor's device; it is imported on first use, since a machine without a GPU may lack Triton.
 
+A process uses one backend per kind of GPU (`select_backend`). Plans whose operations are defined
+for every machine (`PrecisionPlan.defined`) have backends of their own, whose kernels all have the
+bits of the references: HOPPER_DEFINED and TRITON. Their tables lack what such plans refuse.
+
 No other code depends on the kind of GPU. To support a new one, add a record to `BACKENDS` with two
-tables of kernels; some kernels may be those of Hopper. A table must have every name, including
-NVFP4 and adapters. Attention always uses the table, even if `fused` is None; KV pages have 64
-tokens, query tiles 192 queries.
+tables of kernels; some kernels may be those of Hopper. Attention always uses the table, even if
+`fused` is None; KV pages have 64 tokens, query tiles 192 queries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -93,6 +97,7 @@ class Backend:
 
     Attributes:
         table: Imports the kernels of this package.
+        kernels: Key of the kernels for other packages in `kernels.backend.TABLES`.
         fused: The dtype of activations with fused decoder layers; None if none are fused.
         logits_at_once: Number of float32 logits per chunk of rows in training.
         gpus, capabilities: The supported GPUs, in words and as CUDA compute capabilities.
@@ -100,13 +105,14 @@ class Backend:
         dtypes: The storage dtypes of supported number formats.
         shared_memory: Bytes of shared memory per thread block.
         multiprocessors: Number of SMs, by which products are tiled.
-        integer_attention: Whether attention has kernels for INT8 queries.
+        defined: Whether every operation has the bits of its reference, and attention INT8 queries.
     """
 
     name: str
     table: Callable[[], Arithmetic | None]
     fused: torch.dtype | None
     logits_at_once: int
+    kernels: str = ""
     gpus: str = ""
     capabilities: tuple[tuple[int, int], ...] = ()
     head_dims: tuple[int, ...] = ()
@@ -114,7 +120,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = ()
     shared_memory: int = 0
     multiprocessors: int = 0
-    integer_attention: bool = False
+    defined: bool = False
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
@@ -131,12 +137,17 @@ class Backend:
                 "preset"
             )
 
-    def check_integer_attention(self) -> None:
-        """Raise a UserError if no kernel takes INT8 queries."""
-        if not self.integer_attention:
+    def check_plan(self, defined: bool, integer_attention: bool) -> None:
+        """Raise a UserError if no kernel supports a plan with these properties of its class."""
+        if self.defined and not defined:
             raise UserError(
-                f"{self.gpus} has no kernels for attention with INT8 queries; use run.device=cpu, "
-                "or another precision.preset"
+                f"{self.gpus}: run.backend = {self.name} runs precision.preset = integer only; use "
+                "that preset, or run.device=cpu"
+            )
+        if integer_attention and not self.defined:
+            what = "select_backend(defined=True)" if defined else "precision.preset = integer"
+            raise UserError(
+                f"these kernels of {self.gpus} have no attention with INT8 queries: use {what}"
             )
 
     def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -155,12 +166,25 @@ def _hopper() -> Arithmetic:
     return operations
 
 
-REFERENCE = Backend("reference", lambda: None, None, logits_at_once=2**24)
+def _hopper_defined() -> Arithmetic:
+    from jetrl.precision.hopper import defined
+
+    return cast(Arithmetic, defined)
+
+
+def _triton() -> Arithmetic:
+    from jetrl.precision.triton import operations
+
+    return cast(Arithmetic, operations)
+
+
+REFERENCE = Backend("reference", lambda: None, None, logits_at_once=2**24, defined=True)
 HOPPER = Backend(
     "hopper",
     _hopper,
     fused=torch.bfloat16,
     logits_at_once=2**27,
+    kernels="hopper",
     gpus="a Hopper card (9.0: H100, H200)",
     capabilities=((9, 0),),
     head_dims=(64, 128),
@@ -169,38 +193,85 @@ HOPPER = Backend(
     shared_memory=hopper.SHARED_MEMORY,
     multiprocessors=hopper.MULTIPROCESSORS,
 )
-BACKENDS = (HOPPER,)  # of GPUs; plans for another machine assume the first
-SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)
-_selected = "auto"
+HOPPER_DEFINED = replace(
+    HOPPER,
+    table=_hopper_defined,
+    fused=None,
+    kernels="portable",
+    dtypes=(torch.float32, torch.bfloat16, torch.int8),
+    defined=True,
+)
+TRITON = replace(
+    HOPPER_DEFINED,
+    name="triton",
+    table=_triton,
+    gpus="an NVIDIA card from 8.0 on (A100, RTX 30 and later)",
+    capabilities=(*((8, 0), (8, 6), (8, 7), (8, 9), (9, 0)), *((10, 0), (10, 3), (12, 0), (12, 1))),
+    shared_memory=99 * 2**10,
+    multiprocessors=0,
+)
+BACKENDS = (HOPPER, HOPPER_DEFINED, TRITON)  # plans for another machine assume Hopper
+SUPPORTED = f"{HOPPER.gpus}, and with precision.preset=integer {TRITON.gpus}"
 
 
-def select_backend(name: str) -> None:
-    """Select the backend of this process's GPUs by name; "auto" detects it (`run.backend`)."""
-    global _selected
-    _selected = name
+@dataclass(frozen=True)
+class _Selection:
+    """The backend that was asked for, and whether for a plan that is defined on every machine."""
+
+    name: str = "auto"
+    defined: bool = False
+
+    def of(self, capability: tuple[int, int]) -> Backend | None:
+        """Return the first backend of a GPU that fits, or else any that takes the GPU."""
+        there = [b for b in BACKENDS if capability in b.capabilities]
+        there = [b for b in there if self.name in ("auto", b.name)]
+        fitting = [b for b in there if b.defined == self.defined]
+        return next(iter(fitting + there), None)
+
+
+_selection = _Selection()
+
+
+def select_backend(name: str = "auto", *, defined: bool = False) -> None:
+    """Select the backend of this process's GPUs by its name in `run.backend`; "auto" detects it.
+
+    `defined`: for a plan with `PrecisionPlan.defined`.
+    """
+    global _selection
+    _selection = _Selection(name, defined)
     backend_for.cache_clear()
 
 
+@contextlib.contextmanager
+def selected_backend(name: str = "auto", *, defined: bool = False) -> Iterator[None]:
+    """`select_backend` within the block."""
+    before = _selection
+    select_backend(name, defined=defined)
+    try:
+        yield
+    finally:
+        select_backend(before.name, defined=before.defined)
+
+
 def accelerator(device: torch.device | None = None) -> Backend | None:
-    """Return the backend that supports a GPU, by default the current one; None if none does."""
+    """Return the backend of a GPU, by default the current one; None if none supports it."""
     if not torch.cuda.is_available():
         return None
-    capability = torch.cuda.get_device_capability(device)
-    return next((b for b in BACKENDS if capability in b.capabilities), None)
+    return _selection.of(torch.cuda.get_device_capability(device))
 
 
 @functools.cache
 def backend_for(device: torch.device) -> Backend:
     """Return the backend of a device. Raises UserError if jetrl has no kernels for it."""
     if device.type == "cuda" and torch.cuda.is_available():
-        if _selected == REFERENCE.name:
+        if _selection.name == REFERENCE.name:
             return REFERENCE
         if (backend := accelerator(device)) is not None:
             return backend
         major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
-            f"the GPU needs {SUPPORTED}; use run.device=cpu, or run.backend=reference (slow)"
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; jetrl "
+            f"supports {SUPPORTED}; use run.device=cpu, or run.backend=reference (slow)"
         )
     if device.type not in ("cpu", "meta"):
         raise UserError(f"device {device}: not there; use run.device=cpu")
@@ -215,6 +286,11 @@ def has_kernels(device: torch.device) -> bool:
 def backend_of(x: Tensor) -> Backend:
     """Return the backend of a tensor's device."""
     return backend_for(x.device) if x.is_cuda else REFERENCE
+
+
+def has_defined_bits(x: Tensor) -> bool:
+    """Return whether operations on a tensor's device have the bits of their references."""
+    return backend_of(x).defined
 
 
 def arithmetic_of(x: Tensor) -> Arithmetic | None:

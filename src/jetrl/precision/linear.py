@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
-from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.backend import arithmetic_of, has_defined_bits
 from jetrl.precision.exact import sum_of_rows
 from jetrl.precision.formats import INT8, GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul, free_matmul
@@ -117,7 +117,7 @@ class Linear(nn.Module):
         """Return a product [T, N] plus the bias, if any, in the dtype of the product."""
         if self.bias is None:
             return product
-        if arithmetic_of(product) is None and self.bias.requires_grad:
+        if has_defined_bits(product) and self.bias.requires_grad:
             biased: Tensor = _Biased.apply(product, self.bias)
             return biased
         return product + self.bias.to(product.dtype)
@@ -261,7 +261,7 @@ class _AdaptedFunction(torch.autograd.Function):
         dy = grads[0].bfloat16().contiguous()
         dx = dgrad(quantize_for_dgrad(dy, ctx.weight, ctx.plan), ctx.weight)
         da, db, du = adapter_gradients(dy, x, u, ctx.adapter)
-        if arithmetic_of(dy) is None:
+        if has_defined_bits(dy):
             dx += free_matmul(du, ctx.adapter.down)
         else:
             dx.addmm_(du, ctx.adapter.down)

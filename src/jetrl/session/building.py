@@ -19,11 +19,10 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.source import CHARACTERS, ModelSource, open_source
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import HOPPER, REFERENCE, accelerator, select_backend
+from jetrl.precision.backend import HOPPER, REFERENCE, TRITON, accelerator, select_backend
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import RewardSettings
-from jetrl.settings.sections import RunSettings
 from jetrl.tasks import build_task
 from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import Sample, Score
@@ -43,7 +42,7 @@ def build_policy(
     Raises:
         UserError: a model that is missing, damaged, or not supported on the device.
     """
-    device = device or device_of(settings.run)
+    device = device or device_of(settings)
     source = open_source(settings, alphabet, device)
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -81,7 +80,7 @@ def build_scalar_model(
 
     Arguments are as in `build_policy`.
     """
-    device = device or device_of(settings.run)
+    device = device or device_of(settings)
     source = open_source(settings, alphabet, device, head="score")
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -242,15 +241,17 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
         )
 
 
-def device_of(run: RunSettings) -> str:
+def device_of(settings: Settings) -> str:
     """Return the device of a run, and select the backend of its GPU (run.device, run.backend)."""
-    select_backend(run.backend)
+    run = settings.run
+    select_backend(run.backend, defined=PrecisionPlan.from_settings(settings.precision).defined)
     # References are slow on a GPU, so only run.device = cuda runs them there.
     auto = run.device == "auto" and run.backend == REFERENCE.name
     device = choose_device("cpu" if auto else run.device)
-    if run.backend == HOPPER.name and (device == "cpu" or accelerator() is not HOPPER):
+    asked = next((each for each in (HOPPER, TRITON) if each.name == run.backend), None)
+    if asked is not None and (device == "cpu" or accelerator() is None):
         raise UserError(
-            f"run.backend = hopper needs {HOPPER.gpus}, and run.device is {run.device}: use "
+            f"run.backend = {run.backend} needs {asked.gpus}, and run.device is {run.device}: use "
             "run.backend=auto"
         )
     return device

@@ -40,7 +40,7 @@ from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import has_kernels
+from jetrl.precision.backend import backend_for, has_kernels, select_backend
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.console import announced_if_slow
@@ -71,6 +71,7 @@ class Work:
     lora: LoRA | None
     max_batch_size: int = 256
     speculation: bool = False
+    backend: str = "auto"
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ def compiled_ahead(
     config, lora = source.config, None
     if source.adapter is not None:
         config, lora = source.adapter.shape(config), source.adapter.lora
-    work = Work(config, plan, lora)
+    work = Work(config, plan, lora, backend=backend_for(device).name)
     if rollout is not None:  # decode kernels depend on the batch size and on drafts
         exact, asked = plan.exact, rollout.speculation
         drafts = verified_drafts(asked, exact, device.type, rollout.oversample)
@@ -209,6 +210,7 @@ def _child() -> None:
     work, device, index, count = pickle.load(sys.stdin.buffer)
     os.nice(5)
     torch.set_num_threads(1)
+    select_backend(work.backend, defined=work.plan.defined)
     if device != "cpu":
         torch.cuda.set_device(device)
         # Limit the child's memory, so that it fails instead of the run.

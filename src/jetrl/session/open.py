@@ -80,7 +80,7 @@ class Machine:
     @staticmethod
     def here(settings: Settings) -> Machine:
         """Return this machine's device for run.device."""
-        device = device_of(settings.run)
+        device = device_of(settings)
         # The memory plan of a GPU counts its kernels' tensors, not those of the references.
         planned = device == "cpu" or settings.run.backend != REFERENCE.name
         return Machine(device, free_bytes(device) if planned else None)
@@ -477,7 +477,7 @@ def open_context(
     if rollout.asks_head and settings.loop.steps:
         seed = derive_seed(settings.run.seed, "draft head")
         run.draft_head = DraftHead(run.policy, settings.draft_head.tokens, seed)
-    device = device_of(settings.run)
+    device = device_of(settings)
     run.engine = RolloutEngine(
         run.policy,
         rollout.max_batch_size,

@@ -27,7 +27,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import add_adapter
 from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
-from jetrl.precision.backend import has_kernels
+from jetrl.precision.backend import has_kernels, selected_backend
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear
@@ -363,10 +363,7 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
     checks = [_batch_check(name, f, f(slice(None))) for name, f in by_rows.items()]
-    plans = map(PrecisionPlan.preset, PRESETS)
-    exact = [
-        p.name for p in plans if p.exact and not (p.defined and has_kernels(torch.device(device)))
-    ]
+    exact = [name for name in PRESETS if PrecisionPlan.preset(name).exact]
     return [*checks, *(_flow_check(name, device) for name in exact)]
 
 
@@ -377,6 +374,7 @@ def _flow_check(preset: str, device: str | torch.device) -> Check:
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         "vocab_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
-    policy = Policy.from_config(shape, plan, seed=0, device=device)
-    result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
-    return _flow_result(f"flow {preset}", policy, result)
+    with selected_backend(defined=plan.defined):
+        policy = Policy.from_config(shape, plan, seed=0, device=device)
+        result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
+        return _flow_result(f"flow {preset}", policy, result)

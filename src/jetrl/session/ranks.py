@@ -85,7 +85,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     }
     record_collectives(Path(settings.run.dir) / str(settings.run.name) / "ranks")
     facts["what is done with the run"] = "resume it" if resume else "begin it"
-    with joined_on(device_of(settings.run), settings.distributed.timeout_s, facts, problem):
+    with joined_on(device_of(settings), settings.distributed.timeout_s, facts, problem):
         yield
 
 

@@ -94,8 +94,9 @@ class RunSettings(Section):
     """end this attempt within this many hours, with a checkpoint. Default: no limit"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available"""
-    backend: Literal["auto", "hopper", "reference"] = "auto"
-    """kernels of the GPU; reference: plain PyTorch, slow, on any GPU with run.device = cuda"""
+    backend: Literal["auto", "hopper", "triton", "reference"] = "auto"
+    """kernels of the GPU; triton: precision.preset = integer on any NVIDIA GPU from 8.0 on;
+    reference: plain PyTorch, slow, on any GPU with run.device = cuda"""
 
     @field_validator("name")
     @classmethod

@@ -23,36 +23,32 @@ import torch
 from torch import Tensor
 
 from jetrl.precision import exact
-from jetrl.precision.backend import arithmetic_of
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return arithmetic_of(x) is not None
+from jetrl.precision.backend import has_defined_bits
 
 
 def exp(x: Tensor) -> Tensor:
     """Return exp(x), float32."""
-    return torch.exp(x) if _on_gpu(x) else _Exp.apply(x)
+    return _Exp.apply(x) if has_defined_bits(x) else torch.exp(x)
 
 
 def expm1(x: Tensor) -> Tensor:
     """Return exp(x) - 1, float32."""
-    return torch.expm1(x) if _on_gpu(x) else _Expm1.apply(x)
+    return _Expm1.apply(x) if has_defined_bits(x) else torch.expm1(x)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
     """Return log(1 / (1 + exp(-x))), float32."""
-    return torch.nn.functional.logsigmoid(x) if _on_gpu(x) else _LogSigmoid.apply(x)
+    return _LogSigmoid.apply(x) if has_defined_bits(x) else torch.nn.functional.logsigmoid(x)
 
 
 def total(x: Tensor) -> Tensor:
     """Return the sum of x [N] as a float64 scalar."""
-    return x.double().sum() if _on_gpu(x) else exact.exact_sum(x)
+    return exact.exact_sum(x) if has_defined_bits(x) else x.double().sum()
 
 
 def loss_sum(x: Tensor) -> Tensor:
     """Return the sum of float32 x [N] as a float32 scalar."""
-    return x.sum() if _on_gpu(x) else total(x).float()
+    return total(x).float() if has_defined_bits(x) else x.sum()
 
 
 def sequence_sum(x: Tensor, lengths: Tensor) -> Tensor:
@@ -60,14 +56,14 @@ def sequence_sum(x: Tensor, lengths: Tensor) -> Tensor:
 
     `lengths`, int64 [S], are the tokens of each sequence.
     """
-    if not _on_gpu(x):
+    if has_defined_bits(x):
         return _OfSequences.apply(x, lengths, False)
     return _spread(torch.segment_reduce(x, "sum", lengths=lengths), lengths, len(x))
 
 
 def sequence_mean(x: Tensor, lengths: Tensor) -> Tensor:
     """Return, at each token, the mean of float32 x [N] over its sequence: [N]."""
-    if not _on_gpu(x):
+    if has_defined_bits(x):
         return _OfSequences.apply(x, lengths, True)
     sums = torch.segment_reduce(x, "sum", lengths=lengths)
     return _spread(sums / lengths, lengths, len(x))

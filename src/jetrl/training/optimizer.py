@@ -28,6 +28,7 @@ from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.norm import block_squares
+from jetrl.precision.backend import has_defined_bits
 from jetrl.precision.exact import exact_sum, square_root
 from jetrl.settings.sections import TrainSettings
 from jetrl.training.host_math import cos_of_half_turns
@@ -147,7 +148,7 @@ class Optimizer:
         """Clip gradients to `grad_clip`, update the master weights, and free the gradients."""
         most = self.settings.grad_clip
         clip = (most / (total_norm + 1e-6)).clamp(max=1.0)  # as in torch
-        if kernels_of(total_norm) is None:
+        if has_defined_bits(total_norm):
             # The reference has the same bits everywhere; torch's own AdamW does not promise them.
             self._apply_fp32(clip)
         else:

@@ -1,0 +1,18 @@
+"""Kernel table of plans that are defined for every machine, on Hopper: its own INT8 product."""
+
+# ruff: noqa: F401  (re-exports for the protocol)
+
+from __future__ import annotations
+
+from jetrl.precision.hopper.int8_rows import int8_matmul
+from jetrl.precision.triton.operations import (
+    add_planes_wgrad,
+    add_products,
+    empty_weight,
+    int8_rows,
+    int8_tokens,
+    int8_turned,
+    planes_dgrad,
+    planes_fprop,
+    planes_of_hidden,
+)
