@@ -21,6 +21,7 @@ from jetrl.precision.backend import has_kernels, select_backend, selected_backen
 from jetrl.precision.gradients import rows_added
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.parity import locate, measure, random_prompts
+from jetrl.session.standard_run import DIGEST, standard_digest
 from jetrl.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -137,3 +138,7 @@ def test_a_run_has_one_digest_on_every_backend(tmp_path: Path) -> None:
     }
     found = {name: digest(tmp_path / name, task, *keys) for name, keys in places.items()}
     assert len(set(found.values())) == 1, found
+
+
+def test_the_standard_run_has_its_digest(backend: str) -> None:
+    assert standard_digest("cuda", backend) == DIGEST

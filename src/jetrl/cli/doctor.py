@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine_checks() -> list[Finding]:
-    self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
+    self_checks = {
+        "FP8 cast": _check_fp8_cast,
+        "exactness": _check_exactness,
+        "standard run": _check_standard_run,
+    }
     if installed("math-verify"):
         self_checks["math-verify"] = _check_answers
     return [
@@ -194,6 +198,26 @@ def _check_exactness() -> list[Finding]:
             properties += [(where, checked) for checked in check_policy(policy)]
     step = f"runs with an exact plan will stop: {REPORT}"
     return [Finding.of(c.ok, f"{where}: {c.operation}", c.detail, step) for where, c in properties]
+
+
+def _check_standard_run() -> list[Finding]:
+    """Check that the plan `integer` has the bits of other machines here."""
+    from jetrl.precision.backend import accelerator, selected_backend
+    from jetrl.session.standard_run import DIGEST, standard_digest
+
+    places = {"cpu": ["auto"]}
+    with selected_backend(defined=True):
+        if (fastest := accelerator()) is not None:
+            places["cuda"] = list(dict.fromkeys([fastest.name, "triton"]))
+    findings = []
+    for device, names in places.items():
+        for name in names:
+            found = standard_digest(device, name)
+            where = "this CPU" if device == "cpu" else f"this GPU, run.backend={name}"
+            same = "the bits of every machine" if found == DIGEST else "other bits than elsewhere"
+            detail = f"{where}: {same} under precision.preset=integer, digest {found[:16]}"
+            findings.append(Finding.of(found == DIGEST, "standard run", detail, REPORT))
+    return findings
 
 
 def _check_answers() -> list[Finding]:
