@@ -16,20 +16,31 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import select_backend
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.settings.sections import RolloutSettings
 
 ALPHA = 32.0  # of adapters
+_BACKEND = "backend="
 
 
 def plan_of(words: str) -> PrecisionPlan:
-    """Return the plan given by a preset and options, such as `int8 kv=bf16 grad_output=e4m3`."""
-    preset, *options = words.split()
+    """Return the plan given by a preset and options, such as `int8 kv=bf16 grad_output=e4m3`.
+
+    The option `backend` is not one of the plan, but `run.backend`: `integer backend=triton`.
+    """
+    preset, *options = (word for word in words.split() if not word.startswith(_BACKEND))
     keys = [f"precision.{word}" for word in (f"preset={preset}", *options)]
     keys += ["adapter.kind=lora"] if "base=nvfp4" in options else []  # which needs an adapter
     return PrecisionPlan.from_settings(load_config(None, keys).precision)
+
+
+def backend_of(words: str) -> str:
+    """Return the backend of a plan given by words, "auto" without one."""
+    named = [word.removeprefix(_BACKEND) for word in words.split() if word.startswith(_BACKEND)]
+    return named[0] if named else "auto"
 
 
 def options_of(plan: PrecisionPlan) -> dict[str, str]:
@@ -55,14 +66,20 @@ def add_plan_argument(parser: argparse.ArgumentParser, *others: str) -> None:
         "--plan",
         action="append",
         help="a preset and options of [precision], as 'int8 kv=bf16', or 'unified base=nvfp4' with "
-        f"--adapter-rank; repeatable; default: {', '.join(plans)}",
+        f"--adapter-rank; backend=triton chooses run.backend; repeatable; default: "
+        f"{', '.join(plans)}",
     )
     parser.set_defaults(plans=plans)
 
 
 def plans_of(args: argparse.Namespace) -> Sequence[str]:
     """Return the plans of --plan, in the notation of `plan_of`."""
-    return [plan_words(plan_of(words)) for words in args.plan or args.plans]
+    asked = args.plan or args.plans
+    backends = [backend_of(words) for words in asked]
+    return [
+        plan_words(plan_of(words)) + (f" {_BACKEND}{backend}" if backend != "auto" else "")
+        for words, backend in zip(asked, backends, strict=True)
+    ]
 
 
 def make_policy(
@@ -87,6 +104,7 @@ def make_policy(
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = plan_of(plan)
+    select_backend(backend_of(plan), defined=chosen.defined)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
     source = ModelSource.from_seed(shape_of, 0, adapter=adapter)
