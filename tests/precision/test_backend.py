@@ -26,8 +26,7 @@ UNDEFINED = {
     *("quantize_rows", "quantize_rows_and_tokens", "quantize_squares", "quantize_weight"),
     *("turned_weight", "project_down", "project_up", "adapted_matmul"),
     *("quantized_adapted_matmul", "nvfp4_adapted_matmul", "lm_head_logprobs"),
-    *("rms_norm_forward", "rms_norm_quantize", "rms_norm_squares", "rms_norm_backward"),
-    *("swiglu_quantize", "swiglu_quantize_with_values", "swiglu_backward_quantize"),
+    *("rms_norm_squares", "swiglu_quantize_with_values", "swiglu_backward_quantize"),
     *("swiglu_backward_values_", "attend_equal_lengths", "attend_equal_lengths_backward"),
     *("attend_prefill_quantized", "attend_decode_quantized"),
 }

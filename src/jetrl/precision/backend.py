@@ -196,7 +196,6 @@ HOPPER = Backend(
 HOPPER_DEFINED = replace(
     HOPPER,
     table=_hopper_defined,
-    fused=None,
     kernels="portable",
     dtypes=(torch.float32, torch.bfloat16, torch.int8),
     defined=True,

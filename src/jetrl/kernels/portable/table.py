@@ -12,14 +12,15 @@ from jetrl.kernels.decode_triton import (
     take_verified,
     verify_inputs,
 )
+from jetrl.kernels.norm_triton import rms_norm_forward, rms_norm_quantize
 from jetrl.kernels.portable.attention_backward import attention_backward
 from jetrl.kernels.portable.attention_decode import attend_decode
 from jetrl.kernels.portable.attention_forward import attend_batch, attend_prefill
 from jetrl.kernels.portable.logprob import chosen_logprobs, exact_logits_gradient, exact_logprobs
-from jetrl.kernels.portable.norm import block_squares, rms_norm
+from jetrl.kernels.portable.norm import block_squares, rms_norm, rms_norm_backward
 from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
 from jetrl.kernels.portable.sampling import sample
-from jetrl.kernels.portable.swiglu import swiglu_backward, swiglu_forward
+from jetrl.kernels.portable.swiglu import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.kernels.rotary_triton import qk_norm_rotary_cache
 
 SPLIT_KEYS = 1024
