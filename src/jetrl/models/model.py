@@ -305,17 +305,17 @@ def check_device(
     backend = next(of_plan) if elsewhere else backend_for(device)
     if backend is REFERENCE:
         return
-    formats = set(key_and_value_formats(plan.kv))
-    for layer in range(config.num_layers):
-        formats.update(plan.linear_formats(layer, config.num_layers).values())
-    if config.head == "lm":
-        formats.add(number_format(plan.lm_head))
-    backend.check_formats({format.words: format.dtype for format in formats})
     backend.check_plan(plan.defined, plan.integer_attention)
     if backend.defined and plan.scales != "fp32":
         raise UserError(
             f"precision.scales = {plan.scales}: no kernel of a GPU rounds queries in INT8 with it; "
             "leave it out, or use run.device=cpu"
         )
+    formats = set(key_and_value_formats(plan.kv))
+    for layer in range(config.num_layers):
+        formats.update(plan.linear_formats(layer, config.num_layers).values())
+    if config.head == "lm":
+        formats.add(number_format(plan.lm_head))
+    backend.check_formats({format.words: format.dtype for format in formats})
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -197,7 +197,7 @@ HOPPER_DEFINED = replace(
     HOPPER,
     table=_hopper_defined,
     kernels="portable",
-    dtypes=(torch.float32, torch.bfloat16, torch.int8),
+    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16),  # two planes: int16
     defined=True,
 )
 TRITON = replace(
