@@ -46,6 +46,11 @@ def total(x: Tensor) -> Tensor:
     return exact.exact_sum(x) if has_defined_bits(x) else x.double().sum()
 
 
+def divided(x: Tensor, count: int) -> Tensor:
+    """Return x / count, rounded once; torch multiplies by a rounded reciprocal on a GPU."""
+    return x / torch.full_like(x, count) if has_defined_bits(x) else x / count
+
+
 def loss_sum(x: Tensor) -> Tensor:
     """Return the sum of float32 x [N] as a float32 scalar."""
     return total(x).float() if has_defined_bits(x) else x.sum()

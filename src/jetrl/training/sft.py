@@ -18,7 +18,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.training.guard import Guard
-from jetrl.training.loss_math import log_sigmoid, loss_sum, total
+from jetrl.training.loss_math import divided, log_sigmoid, loss_sum, total
 from jetrl.training.micro_batches import (
     MicroBatch,
     MicroBatchLoss,
@@ -90,7 +90,7 @@ def _loss(
     logprobs, _ = batch_logprobs(
         policy, micro.batch, activation_checkpointing=activation_checkpointing
     )
-    return MicroBatchLoss(-loss_sum(logprobs) / minibatch.num_tokens)
+    return MicroBatchLoss(-divided(loss_sum(logprobs), minibatch.num_tokens))
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -172,4 +172,4 @@ def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
 
     The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
     """
-    return -loss_sum(log_sigmoid(better - worse)) / num_pairs
+    return -divided(loss_sum(log_sigmoid(better - worse)), num_pairs)

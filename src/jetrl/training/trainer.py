@@ -212,8 +212,10 @@ class Trainer:
             objective = extra.objective(objective)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         metrics = {
-            "policy/entropy": loss_math.total(moments[0]) / size.tokens,
-            "policy/active_fraction": loss_math.total(advantages != 0) / size.tokens,
+            "policy/entropy": loss_math.divided(loss_math.total(moments[0]), size.tokens),
+            "policy/active_fraction": loss_math.divided(
+                loss_math.total(advantages != 0), size.tokens
+            ),
             **loss.metrics,
         }
         if self._all_draws and micro.before is None:  # weights are still the sampler's
