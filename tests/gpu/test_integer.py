@@ -103,7 +103,7 @@ def test_embedding_gradients_have_the_bits_of_a_cpu() -> None:
 
 def test_a_plan_on_the_wrong_backend_is_refused() -> None:
     for selected, plan in ((False, "integer"), (True, "int8")):
-        with selected_backend(defined=selected), pytest.raises(UserError, match="kernels of|only"):
+        with selected_backend(defined=selected), pytest.raises(UserError, match=r"kernels of|only"):
             make_policy(config(), plan)
     select_backend()
 
