@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from jetrl.kernels import adamw, norm
+from jetrl.kernels import adamw, norm, swiglu
 from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.kernels.portable import adamw as portable_adamw
 from jetrl.kernels.portable import norm as portable_norm
 from jetrl.kernels.portable import rotary as portable_rotary
+from jetrl.kernels.portable import swiglu as portable_swiglu
 from jetrl.kernels.rotary import rotary
 from jetrl.precision.exact import sum_of_rows, sum_of_squares
 
@@ -93,6 +95,29 @@ def squares_case(rows: int, width: int, scale: float, device: torch.device) -> d
 def squares_ref(x: Tensor) -> Tensor:
     blocks = x.split(norm.BLOCK_ROWS)
     return torch.cat([sum_of_squares(block.reshape(1, -1)) for block in blocks])
+
+
+def swiglu_case(rows: int, width: int, device: torch.device) -> dict[str, int]:
+    """SwiGLU and its backward, with gates of every bfloat16 if there are enough values."""
+    gate_up, dy = (4 * random(rows, 2 * width)).bfloat16(), extreme(random(rows, width)).bfloat16()
+    values = min(2**16, dy.numel())
+    bits = torch.arange(-(2**15), 2**15)[torch.linspace(0, 2**16 - 1, values).long()]
+    gate = gate_up[:, :width].flatten().clone()
+    gate[:values] = bits.to(torch.int16).view(torch.bfloat16)
+    gate_up[:, :width] = gate.view(rows, width)
+    gate_up, dy = gate_up.to(device), dy.to(device)
+    leaf = gate_up.clone().requires_grad_()
+    # By the references on a GPU too.
+    with mock.patch.object(swiglu, "kernels_of", return_value=None):
+        y = swiglu._SwiGLU.apply(leaf)
+        y.backward(dy)
+    again = dy.clone()
+    return {
+        "y": different(portable_swiglu.swiglu_forward(gate_up), y.detach()),
+        "dx": different(portable_swiglu.swiglu_backward(dy, gate_up), leaf.grad),
+        "dx with y": different(portable_swiglu.swiglu_backward(again, gate_up, again), leaf.grad),
+        "y again": different(again, y.detach()),
+    }
 
 
 def rotary_case(
@@ -184,6 +209,11 @@ def squares_cases(gpu: bool) -> list[tuple[int, int, float]]:
     return [(*shape, scale) for shape in shapes for scale in (1.0, 1e-41, 1e-30, 1e30)]
 
 
+def swiglu_cases(gpu: bool) -> list[tuple[int, int]]:
+    """Rows, width."""
+    return [(1, 8), (17, 24), (3, 1100)] + ([(63, 192), (1000, 12288), (129, 4864)] if gpu else [])
+
+
 def rotary_cases(gpu: bool) -> list[tuple[int, int, int, int, bool, bool, bool]]:
     """Tokens, heads, groups, head size; with norms, with smoothing, with Inf, NaN and zeros."""
     small = [(29, 5, 1, 16, True, True, True), (3, 2, 2, 32, False, True, False)]
@@ -199,6 +229,7 @@ def rotary_cases(gpu: bool) -> list[tuple[int, int, int, int, bool, bool, bool]]
 KINDS: dict[str, tuple[Any, Any]] = {
     "norm": (norm_cases, norm_case),
     "squares": (squares_cases, squares_case),
+    "swiglu": (swiglu_cases, swiglu_case),
     "rotary": (rotary_cases, rotary_case),
     "adamw": (adamw_cases, adamw_case),
 }
