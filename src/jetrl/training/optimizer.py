@@ -26,7 +26,6 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
-from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.norm import block_squares
 from jetrl.precision.backend import has_defined_bits
 from jetrl.precision.exact import exact_sum, square_root

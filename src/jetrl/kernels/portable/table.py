@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from jetrl.kernels.adamw_triton import adamw_
 from jetrl.kernels.decode_triton import (
     next_inputs,
     propose,
@@ -13,6 +12,7 @@ from jetrl.kernels.decode_triton import (
     verify_inputs,
 )
 from jetrl.kernels.norm_triton import rms_norm_forward, rms_norm_quantize
+from jetrl.kernels.portable.adamw import adamw_
 from jetrl.kernels.portable.attention_backward import attention_backward
 from jetrl.kernels.portable.attention_decode import attend_decode
 from jetrl.kernels.portable.attention_forward import attend_batch, attend_prefill
