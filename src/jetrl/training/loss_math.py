@@ -47,7 +47,8 @@ def total(x: Tensor) -> Tensor:
 
 
 def divided(x: Tensor, count: int) -> Tensor:
-    """Return x / count, rounded once; torch multiplies by a rounded reciprocal on a GPU."""
+    """Return x / count, rounded once."""
+    # On a GPU torch multiplies by the rounded inverse of a Python number.
     return x / torch.full_like(x, count) if has_defined_bits(x) else x / count
 
 
