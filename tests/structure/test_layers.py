@@ -51,8 +51,9 @@ KERNELS_MAY_IMPORT = tuple(
     f"jetrl.precision.{name}."
     for name in ["angles", "backend", "formats", "gemm", "quantize", "exact", "gradients"]
 ) + tuple(f"jetrl.precision.{name}." for name in ["triton", *(b.name for b in BACKENDS)])
-BACKEND = f"({'|'.join(backend.name for backend in BACKENDS)})"
-KERNELS = f"(triton|{BACKEND})"
+# Kernels for one kind of card have its name; the rest is for any.
+BACKEND = f"({'|'.join({backend.name for backend in BACKENDS} - {'triton'})})"
+KERNELS = f"(triton|portable|{BACKEND})"
 
 # What a function may import where it runs: an optional package, and a module that needs one, such
 # as a backend's tables, which need triton.
@@ -155,7 +156,7 @@ def inside_functions(path: Path, text: str | None = None) -> list[str]:
 
 def is_table(name: str) -> bool:
     """Return True if a name is of a module of tables, or of another that needs a GPU's packages."""
-    tables = rf"kernels\.{BACKEND}|precision\.{BACKEND}\.operations"
+    tables = rf"kernels\.({BACKEND}|portable\.table)|precision\.{KERNELS}\.(operations|defined)"
     return re.fullmatch(rf"jetrl\.({tables}|rollout\.mapped_memory\b.*)", name) is not None
 
 
