@@ -167,6 +167,15 @@ def rotary() -> None:
             qk_norm_rotary_backward(*grads, *given)
 
 
+def swiglu() -> None:
+    from jetrl.kernels.portable.swiglu import swiglu_backward, swiglu_quantize
+
+    gate_up, dy = empty(ROWS, 2 * HIDDEN), empty(ROWS, HIDDEN)
+    swiglu_quantize(gate_up, None)
+    for y in (None, dy):
+        swiglu_backward(dy, gate_up, y)
+
+
 def decode_state() -> None:
     from jetrl.kernels.decode_state import DecodeState, DraftText, Drawn, Verified
     from jetrl.kernels.decode_triton import (
@@ -306,8 +315,9 @@ def planes_head() -> None:
 CASES: dict[str, Callable[[], None]] = {
     work.__name__: work
     for work in (
-        norms, int8_codes, rotary, decode_state, optimizer, backward_rows, logprobs_and_samples,
-        attention_forward, attention_backward, attention_decode, products, planes_head,
+        norms, int8_codes, rotary, swiglu, decode_state, optimizer, backward_rows,
+        logprobs_and_samples, attention_forward, attention_backward, attention_decode, products,
+        planes_head,
     )
 }  # fmt: skip
 
