@@ -377,11 +377,14 @@ def test_checks_pass_here_and_a_gpu_proves_the_default(monkeypatch: pytest.Monke
     dequantize = precision.dequantize
     monkeypatch.setattr(precision, "dequantize", lambda q: dequantize(q) * 1.0625)
     assert doctor._check_fp8_cast()[0].status == "FAIL"
-    monkeypatch.setattr(backend, "accelerator", lambda: "a GPU")
+    monkeypatch.setattr(backend, "accelerator", lambda: backend.HOPPER)
     monkeypatch.setattr(parity, "self_check", lambda device="cpu": [])
     monkeypatch.setattr(Policy, "from_config", lambda shape, plan, seed, device: plan)
     monkeypatch.setattr(parity, "check_policy", lambda plan: [parity.Check(plan.name, True, "")])
     assert doctor._check_exactness()[0].name == "int8 at qwen3-0.6b's shapes: int8"
+    # Kernels of `integer` alone have no FP8 or BF16 products to check.
+    monkeypatch.setattr(backend, "accelerator", lambda: backend.TRITON)
+    assert not doctor._check_exactness()
 
 
 def test_low_disk_and_missing_packages_are_named(

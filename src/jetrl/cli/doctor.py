@@ -115,10 +115,14 @@ def _check_device() -> Finding:
         return Finding("OK", "device", detail)
     major, minor = torch.cuda.get_device_capability()
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
-    gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
-    detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
+    gpu = accelerator()
+    if gpu is not None and gpu.defined:
+        detail += "; kernels of precision.preset=integer only: for others set run.device=cpu"
+    elif gpu is not None:
+        gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
+        detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
     step = f"jetrl supports {SUPPORTED}; on others set run.device=cpu"
-    return Finding.of(accelerator() is not None, "device", detail, step, "WARN")
+    return Finding.of(gpu is not None, "device", detail, step, "WARN")
 
 
 def _check_package(name: str, use: str = "") -> Finding:
@@ -179,7 +183,9 @@ def _check_exactness() -> list[Finding]:
     from jetrl.session.parity import PROVING, check_policy, self_check
 
     properties = [("exact", checked) for checked in self_check()]
-    if accelerator() is not None:
+    gpu = accelerator()
+    # Kernels of plans with defined bits have no other formats; the standard run checks them.
+    if gpu is not None and not gpu.defined:
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
         from jetrl.runs.console import announced_if_slow
