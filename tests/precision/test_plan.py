@@ -193,5 +193,5 @@ def test_int8_queries_need_int8_keys_and_values_and_a_cpu() -> None:
     with pytest.raises(UserError, match=r"kv = int8\+fp8 is for queries in BF16.*kv = int8"):
         PrecisionPlan.preset("unified").replace(queries="int8")
     model = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **config()})
-    with pytest.raises(UserError, match=r"attention with INT8 queries; use run\.device=cpu"):
+    with pytest.raises(UserError, match=r"INT8 queries: use precision\.preset = integer"):
         check_device(model, integer, torch.device("cuda"), elsewhere=True)
