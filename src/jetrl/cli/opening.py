@@ -16,7 +16,7 @@ from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource, open_source
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import select_backend
+from jetrl.precision.backend import REFERENCE, select_backend
 from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
@@ -87,8 +87,12 @@ def _policy_at(
 
 
 def _settings_on(run: Path | None, device: str) -> Settings:
+    """Return a run's settings on a device; kernels of a GPU need not be those that trained it."""
     assert run is not None  # by find_model
-    return load_config(run / "config.toml", [f"run.device={device.partition(':')[0]}"])
+    settings = load_config(run / "config.toml", [f"run.device={device.partition(':')[0]}"])
+    if settings.run.backend == REFERENCE.name:
+        return settings
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"backend": "auto"})})
 
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:

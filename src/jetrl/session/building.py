@@ -42,7 +42,7 @@ def build_policy(
     Raises:
         UserError: a model that is missing, damaged, or not supported on the device.
     """
-    device = device or device_of(settings)
+    device = device or device_of(settings, plan)
     source = open_source(settings, alphabet, device)
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -80,7 +80,7 @@ def build_scalar_model(
 
     Arguments are as in `build_policy`.
     """
-    device = device or device_of(settings)
+    device = device or device_of(settings, plan)
     source = open_source(settings, alphabet, device, head="score")
     limit_threads(source.config)
     with compiled_ahead(source, plan, device, settings.rollout):
@@ -241,10 +241,13 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
         )
 
 
-def device_of(settings: Settings) -> str:
-    """Return the device of a run, and select the backend of its GPU (run.device, run.backend)."""
-    run = settings.run
-    select_backend(run.backend, defined=PrecisionPlan.from_settings(settings.precision).defined)
+def device_of(settings: Settings, plan: PrecisionPlan | None = None) -> str:
+    """Return the device of a run, and select the backend of its GPU (run.device, run.backend).
+
+    `plan`: the plan to select kernels for; None: that of the settings.
+    """
+    run, plan = settings.run, plan or PrecisionPlan.from_settings(settings.precision)
+    select_backend(run.backend, defined=plan.defined)
     # References are slow on a GPU, so only run.device = cuda runs them there.
     auto = run.device == "auto" and run.backend == REFERENCE.name
     device = choose_device("cpu" if auto else run.device)
