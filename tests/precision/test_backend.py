@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.training.shared import config
 
+from jetrl.cli import opening
 from jetrl.errors import UserError
 from jetrl.kernels.backend import TABLES, Kernels, kernels_of
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig
 from jetrl.models.layer import fuses
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
 from jetrl.precision import backend as backends
 from jetrl.precision.backend import BACKENDS, REFERENCE, Arithmetic, Backend
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.building import device_of
-from jetrl.settings.loading import Settings, load_config
+from jetrl.settings.loading import Settings, load_config, to_toml
+from jetrl.types import SamplingParams
 
 of_each = pytest.mark.parametrize(
     "backend", BACKENDS, ids=lambda backend: f"{backend.name}, {backend.kernels}"
@@ -111,6 +121,47 @@ def test_references_run_on_any_gpu_if_selected(gpu_of_another_maker: torch.devic
         backends.backend_for(gpu_of_another_maker)
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return torch.device("cuda", 300)
+
+
+def test_a_checkpoint_under_another_plan_has_its_kernels(hopper: torch.device) -> None:
+    integer, int8 = (PrecisionPlan.preset(name) for name in ("integer", "int8"))
+    for of_run, plan in (("int8", integer), ("integer", int8)):
+        assert device_of(load_config(None, [f"precision.preset={of_run}"]), plan) == "cuda"
+        assert backends.backend_for(hopper).defined == plan.defined
+
+
+@pytest.mark.parametrize("preset", ["integer", "int8"])
+def test_a_policy_is_refused_on_kernels_selected_since(preset: str, hopper: torch.device) -> None:
+    policy = Policy.from_config(config(), preset)
+    policy.device, defined = hopper, policy.plan.defined
+    backends.select_backend(defined=not defined)
+    with pytest.raises(UserError, match=rf"another precision plan: .*\(defined={defined}\)"):
+        RolloutEngine.generate(SimpleNamespace(policy=policy), [[1]], SamplingParams())  # type: ignore[arg-type]
+    backends.select_backend(defined=defined)
+    policy.check_backend()
+
+
+def test_an_adapter_has_no_kernels_with_defined_bits(hopper: torch.device) -> None:
+    backends.select_backend(defined=True)
+    shape = ModelConfig.from_hf(config())
+    adapter = Adapter.new(shape, LoRA(8, 16.0), seed=0)
+    with pytest.raises(UserError, match=r"preset = integer has no kernels"):
+        Policy.from_config(config(), "integer", device=hopper, adapter=adapter)
+
+
+@pytest.mark.parametrize("backend, opened", [("triton", "auto"), ("reference", "reference")])
+def test_a_run_of_a_backend_opens_on_a_cpu(backend: str, opened: str, tmp_path: Path) -> None:
+    words = ["run.device=cuda", f"run.backend={backend}", "precision.preset=integer"]
+    (tmp_path / "config.toml").write_text(to_toml(load_config(None, words)))
+    found = opening._settings_on(tmp_path, "cpu").run
+    assert (found.device, found.backend) == ("cpu", opened)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_hopper_is_refused_elsewhere(device: str, gpu_of_another_maker: torch.device) -> None:
     with pytest.raises(UserError, match=r"run\.backend = hopper needs a Hopper card"):
@@ -152,8 +203,8 @@ def test_a_backend_is_selected_by_card_name_and_plan(
             False,
             "run.backend = triton runs precision.preset = integer only",
         ),
-        (backends.HOPPER_DEFINED, False, True, "runs precision.preset = integer only"),
-        (backends.HOPPER, True, True, r"no attention with INT8 queries: use select_backend"),
+        (backends.HOPPER_DEFINED, False, False, r"another precision plan: .*\(defined=False\)"),
+        (backends.HOPPER, True, True, r"another precision plan: .*\(defined=True\)"),
         (backends.HOPPER, False, True, "INT8 queries: use precision.preset = integer"),
     ],
 )

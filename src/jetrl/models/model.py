@@ -29,7 +29,7 @@ from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import BACKENDS, REFERENCE, backend_for
+from jetrl.precision.backend import BACKENDS, REFERENCE, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan
 
@@ -71,6 +71,11 @@ class Model:
         self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
         check_device(config, plan, self.device)
+        if adapter is not None and plan.defined and has_kernels(self.device):
+            raise UserError(
+                f"an adapter under precision.preset = {plan.name} has no kernels: use "
+                "precision.preset = int8, or run.device=cpu"
+            )
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[self.head]
@@ -234,6 +239,11 @@ class Model:
         """Return the float32 scales of each FP8 weight by its layer's name."""
         return self.weights.scales()
 
+    def check_backend(self) -> None:
+        """Raise a UserError if the process has since selected kernels of another kind of plan."""
+        if has_kernels(self.device):
+            backend_for(self.device).check_plan(self.plan.defined, self.plan.integer_attention)
+
     def requantize(self) -> None:
         """Round the master weights into the quantized weights, in place.
 
@@ -259,6 +269,7 @@ class Model:
         if stems is not None:
             inputs = inputs[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
+        self.check_backend()
         hidden: Tensor = self.decoder(inputs, kv, "train", activation_checkpointing)
         return hidden[rows]
 

@@ -139,15 +139,21 @@ class Backend:
 
     def check_plan(self, defined: bool, integer_attention: bool) -> None:
         """Raise a UserError if no kernel supports a plan with these properties of its class."""
+        others = (each.defined for each in BACKENDS if each.name == self.name)
+        if self.defined != defined and defined in others:
+            raise UserError(
+                "this process has selected a GPU's kernels of another precision plan: call "
+                f"jetrl.precision.backend.select_backend(defined={defined}) before the plan is used"
+            )
         if self.defined and not defined:
             raise UserError(
                 f"{self.gpus}: run.backend = {self.name} runs precision.preset = integer only; use "
                 "that preset, or run.device=cpu"
             )
         if integer_attention and not self.defined:
-            what = "select_backend(defined=True)" if defined else "precision.preset = integer"
             raise UserError(
-                f"these kernels of {self.gpus} have no attention with INT8 queries: use {what}"
+                f"these kernels of {self.gpus} have no attention with INT8 queries: use "
+                "precision.preset = integer"
             )
 
     def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -361,6 +361,7 @@ class RolloutEngine:
         """
         chosen = options or GenerateOptions()
         # Check all user input before anything runs.
+        self.policy.check_backend()
         limit = self.max_model_len
         encoded = encode_prompts(self.policy, prompts, limit, system_prompt)
 
