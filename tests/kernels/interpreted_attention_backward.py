@@ -30,7 +30,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # Factors of q, k and v.
 FACTORS = {"random": (1, 1, 1), "sharp": (20, 1, 1), "huge": (2**12, 2**7, 1), "uneven": (1, 1, 1)}
-NOT_FINITE = {"query": (0, torch.nan), "key": (1, torch.inf), "value": (2, torch.nan)}
+NOT_FINITE = {
+    "query": (0, torch.nan),
+    "key": (1, torch.inf),
+    "value": (2, torch.nan),
+    "gradient": (3, torch.inf),
+}
 
 
 @dataclass(frozen=True)

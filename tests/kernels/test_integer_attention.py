@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -127,6 +128,60 @@ def test_a_bad_value_is_nan_in_all_that_see_it_and_nowhere_else(which: int, bad:
     for x in tensors[1:]:
         assert x.grad[8:141, 0].isnan().all()
         assert x.grad[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_a_bad_output_gradient_is_nan_in_its_query_and_the_keys_that_it_sees(bad: float) -> None:
+    """Keys 141 to 191 are hidden from query 140, and are in the same block of 64 queries."""
+    tensors = [x.requires_grad_() for x in inputs("random", 200, 4, 2, 16)]
+    out = integer.attend_packed_integer(*tensors, torch.tensor([0, 8, 200]))
+    do = inputs("sharp", 200, 4, 4, 16)[2]
+    clean = torch.autograd.grad(out, tensors, do, retain_graph=True)
+    do[140, 3, 5] = bad
+    found = torch.autograd.grad(out, tensors, do)
+    for own, other, rows in zip(found, clean, [(140, 3), *[(slice(8, 141), 1)] * 2], strict=True):
+        touched = torch.zeros_like(own, dtype=torch.bool)
+        touched[rows] = True
+        assert torch.equal(own.isnan(), touched)
+        assert torch.equal(own[~touched], other[~touched])
+
+
+def test_values_that_overflow_reach_only_outputs_that_see_them() -> None:
+    """Values of 2**99 have finite outputs; those of 2**127 have not, and gradients are then NaN."""
+    bounds = torch.tensor([0, 8, 200])
+    tensors = [x.requires_grad_() for x in inputs("random", 200, 4, 2, 16)]
+    clean = integer.attend_packed_integer(*tensors, bounds)
+    touched = torch.zeros_like(clean, dtype=torch.bool)
+    touched[140:200, :2] = True
+    for power in (99, 127):
+        with torch.no_grad():
+            tensors[2][140, 0] = 2.0**power
+        out = integer.attend_packed_integer(*tensors, bounds)
+        assert torch.equal(out[~touched], clean[~touched])
+        assert out[touched].isfinite().all() == (power == 99)
+        assert out[touched].isfinite().any() == (power == 99)
+    (dq,) = torch.autograd.grad(out, tensors[:1], torch.ones_like(out))
+    assert torch.equal(dq.isnan(), touched)
+
+
+def test_scores_of_a_million_are_one_hot() -> None:
+    """Scores are k * 2**12, in units of log2, for 256 different k: up to 2**20."""
+    k = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    values = inputs("random", 256, 2, 1, 16)[2].sign()
+    q = torch.full((256, 2, 16), 2**10 * math.log(2.0)).bfloat16()
+    tensors = [q, k[:, None, None].expand(256, 1, 16).bfloat16(), values]
+    out = integer.attend_packed_integer(
+        *(x.requires_grad_() for x in tensors), torch.tensor([0, 256])
+    )
+    largest = k.cummax(0).indices
+    assert torch.equal(out, values[largest].expand_as(out))
+    do = inputs("random", 256, 2, 2, 16)[2]
+    out.backward(do)
+    assert all(x.grad.isfinite().all() for x in tensors)
+    # All other weights of the backward are about 2**-40.
+    others = torch.ones(256, dtype=torch.bool)
+    others[largest] = False
+    assert values.grad[others].abs().max() < 2.0**-38 * do.abs().sum()
 
 
 def test_scores_beyond_float32_are_nan() -> None:

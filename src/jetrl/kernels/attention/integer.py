@@ -7,7 +7,8 @@ are kept. This module is the definition; a kernel of a GPU has the same bits.
 
 Inputs, for query i and key j of one head of D values (D <= 512): codes q_id, k_jd, v_jd of at most
 127 in size, with float32 scales sq_i, sk_j, sv_j of the quantizer (`precision.quantize`, one group
-per token and head). A scale is at least 2**-107, or NaN or Inf. The cache stores k and v like that.
+per token and head). A scale is at least 2**-107, or NaN or Inf next to codes that are all 0. The
+cache stores k and v like that.
 
     c    = fl(log2(e) / sqrt(D))           a_i  = fl(sq_i * c)
     S_ij = sum_d q_id k_jd                  int32
@@ -57,7 +58,7 @@ Why it holds for all inputs:
   came out as. So is that of a query with a non-finite scale, since n_i is then NaN. Scores beyond
   float32 make n_i Inf. The sign of a zero, the bits of a NaN, and N_i of a NaN row are not defined.
 * Sums: |S| <= 127**2 * D < 2**23, |O| <= 128 * 127 * 32515 < 2**30. fl(O) * r overflows only for
-  values above 1e30; the output is then Inf or NaN.
+  values above 1e30, and A, of up to 2**18 keys, for those above 1e28: the output is Inf or NaN.
 
 Backward
 
@@ -69,11 +70,11 @@ For numbers x of one group, with r the largest |x|:
 
     r'    = max(fl(r * (1 + 2**-7)), 2**-101)
     t     = the integer with 2**(t-1) <= r' < 2**t, so -100 to 128
-    code  = rint(x * 2**(15-t))             scale s = 2**(t-15); NaN if r' is not finite
+    code  = rint(x * 2**(15-t))             scale s = 2**(t-15)
     code  = 256 * hi + lo,  hi = (code + 128) >> 8 (-127 to 127),  lo = -128 to 127
 
-The scale is exact, so it rounds nothing. BF16 values down to 2**-8 of r keep all their bits. The
-factor above r keeps hi within INT8.
+If r' is not finite, the codes are 0 and s is NaN. The scale is exact, so it rounds nothing. BF16
+values down to 2**-8 of r keep all their bits. The factor above r keeps hi within INT8.
 
 Per query i and head, from dO_i and out_i (bfloat16), N_i and L_i:
 
@@ -641,4 +642,6 @@ def _planes(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent
     exponent = torch.where(largest.isfinite(), exponent, 0)
     codes = (x * _power_of_two(_PLANE_BITS - exponent)).round_()
+    # 0 * NaN is NaN: a code of NaN would reach sums with a weight of 0.
+    codes.masked_fill_(~largest.isfinite(), 0.0)
     return codes, _power_of_two(exponent - _PLANE_BITS) + (largest - largest)
