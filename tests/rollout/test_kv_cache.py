@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from jetrl.kernels.attention.integer import attend_packed_integer
 from jetrl.kernels.attention.reference import attend_packed
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
@@ -58,7 +59,8 @@ def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
 
 
 @pytest.mark.parametrize(
-    "preset, kv", [("jet", None), *(("unified", kv) for kv in ("fp8", "int8+fp8"))]
+    "preset, kv",
+    [("jet", None), ("integer", None), *(("unified", kv) for kv in ("fp8", "int8+fp8"))],
 )
 @pytest.mark.parametrize("page_size, chunk", [(1, 9), (16, 3000)])
 def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
@@ -67,7 +69,10 @@ def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
     plan = plan_of(preset, kv)
     q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    wanted = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales)
+    if plan.integer_attention:
+        wanted = attend_packed_integer(q, k, v, cu_seqlens, plan.scales)
+    else:
+        wanted = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales)
     got = run_in_chunks(cache, config, 1, lengths, (q, k, v), chunk, random.Random(0))
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
@@ -89,13 +94,15 @@ def test_the_last_layer_attends_for_the_ends_alone(config):
         assert torch.equal(a.scales, b.scales)
 
 
-@pytest.mark.parametrize("kv", ["fp8", "int8+fp8"])
-def test_slots_of_no_token_may_hold_anything(config, kv):
+@pytest.mark.parametrize(
+    "preset, kv", [("unified", "fp8"), ("unified", "int8+fp8"), ("integer", None)]
+)
+def test_slots_of_no_token_may_hold_anything(config, preset, kv):
     """Old NaN in the rest of a page and in other pages does not reach a result."""
     lengths = [5, 9, 2]
     results = []
     for fill in (0.0, torch.nan):
-        cache = make_cache(config, kv=kv)
+        cache = make_cache(config, preset, kv=kv)
         tokens = cache.num_pages * cache.page_size
         dirt = [torch.full_like(x, fill) for x in random_qkv(config, tokens, torch.bfloat16)]
         whole = Span(0, 0, tokens, list(range(cache.num_pages)))
