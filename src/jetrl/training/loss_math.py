@@ -28,12 +28,12 @@ from jetrl.precision.backend import has_defined_bits
 
 def exp(x: Tensor) -> Tensor:
     """Return exp(x), float32."""
-    return _Exp.apply(x) if has_defined_bits(x) else torch.exp(x)
+    return _Exp.apply(x, False) if has_defined_bits(x) else torch.exp(x)
 
 
 def expm1(x: Tensor) -> Tensor:
     """Return exp(x) - 1, float32."""
-    return _Expm1.apply(x) if has_defined_bits(x) else torch.expm1(x)
+    return _Exp.apply(x, True) if has_defined_bits(x) else torch.expm1(x)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
@@ -80,29 +80,18 @@ def _spread(per_sequence: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
 
 
 class _Exp(torch.autograd.Function):
+    """exp(x), or expm1(x); the gradient's factor is exp(x), or expm1(x) + 1."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = exact.exp(x)
-        ctx.save_for_backward(y)
+    def forward(ctx: Any, x: Tensor, minus_one: bool) -> Tensor:
+        y = exact.expm1(x) if minus_one else exact.exp(x)
+        ctx.save_for_backward(y + 1.0 if minus_one else y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grads[0] * y
-
-
-class _Expm1(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = exact.expm1(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grads[0] * (y + 1.0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return grads[0] * factor, None
 
 
 class _LogSigmoid(torch.autograd.Function):
