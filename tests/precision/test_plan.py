@@ -192,6 +192,9 @@ def test_int8_queries_need_int8_keys_and_values_and_a_cpu() -> None:
     assert dict(plan_table(integer))["queries, both sides"] == "INT8, fp32 scales"
     with pytest.raises(UserError, match=r"kv = int8\+fp8 is for queries in BF16.*kv = int8"):
         PrecisionPlan.preset("unified").replace(queries="int8")
+    with pytest.raises(UserError, match=r"precision\.kv = bf16.*or precision\.preset = int8$"):
+        PrecisionPlan.from_settings(PrecisionSettings(preset="integer", kv="bf16"))
+    assert PrecisionPlan.from_settings(PrecisionSettings(preset="int8", kv="bf16")).kv == "bf16"
     model = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **config()})
     with pytest.raises(UserError, match=r"INT8 queries: use precision\.preset = integer"):
         check_device(model, integer, torch.device("cuda"), elsewhere=True)

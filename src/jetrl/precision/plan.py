@@ -148,7 +148,7 @@ class PrecisionPlan:
         if key_and_value_formats(self.kv) != (INT8, INT8):
             raise UserError(
                 f"precision.kv = {self.kv} is for queries in BF16, and queries are int8 here: use "
-                "precision.kv = int8"
+                "precision.kv = int8, or precision.preset = int8"
             )
         if self.attention_split is not None:
             raise UserError(
