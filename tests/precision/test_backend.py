@@ -176,7 +176,8 @@ def test_hopper_is_refused_elsewhere(device: str, gpu_of_another_maker: torch.de
         ((9, 0), "hopper", True, backends.HOPPER_DEFINED),
         ((9, 0), "triton", True, backends.TRITON),
         ((8, 0), "auto", True, backends.TRITON),
-        ((12, 0), "auto", False, backends.TRITON),  # which refuses the plan
+        ((12, 0), "auto", False, None),
+        ((12, 0), "triton", False, backends.TRITON),  # which refuses the plan
         ((8, 0), "hopper", False, None),
         ((7, 5), "auto", True, None),
     ],

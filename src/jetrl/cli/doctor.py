@@ -108,7 +108,7 @@ def _check_torch() -> Finding:
 def _check_device() -> Finding:
     import torch
 
-    from jetrl.precision.backend import SUPPORTED, accelerator
+    from jetrl.precision.backend import SUPPORTED, accelerator, selected_backend
 
     if not torch.cuda.is_available():
         detail = "no GPU: CPU references, enough for the demo, the tests and tiny models"
@@ -116,9 +116,12 @@ def _check_device() -> Finding:
     major, minor = torch.cuda.get_device_capability()
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
     gpu = accelerator()
-    if gpu is not None and gpu.defined:
-        detail += "; kernels of precision.preset=integer only: for others set run.device=cpu"
-    elif gpu is not None:
+    with selected_backend(defined=True):
+        of_defined_plans = accelerator()
+    if gpu is None and of_defined_plans is not None:
+        detail += "; kernels of precision.preset=integer only: other plans run on the CPU"
+        return Finding("OK", "device", detail)
+    if gpu is not None:
         gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
         detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
     step = f"jetrl supports {SUPPORTED}; on others set run.device=cpu"

@@ -227,11 +227,12 @@ class _Selection:
     defined: bool = False
 
     def of(self, capability: tuple[int, int]) -> Backend | None:
-        """Return the first backend of a GPU that fits, or else any that takes the GPU."""
+        """Return the backend of a GPU for the plan; None if none has kernels for both."""
         there = [b for b in BACKENDS if capability in b.capabilities]
         there = [b for b in there if self.name in ("auto", b.name)]
         fitting = [b for b in there if b.defined == self.defined]
-        return next(iter(fitting + there), None)
+        # One that was asked for by name refuses the plan itself.
+        return next(iter(fitting if self.name == "auto" else fitting + there), None)
 
 
 _selection = _Selection()
