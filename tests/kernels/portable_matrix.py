@@ -288,7 +288,7 @@ def products() -> None:
     from jetrl.precision.quantize import empty_int8_rows
     from jetrl.precision.triton.portable_int8 import int8_matmul
 
-    for k, sizes in ((HIDDEN, (1, 17, 64, 128, 256, ROWS)), (576, (64, ROWS))):
+    for k, sizes in ((HIDDEN, (1, 64, ROWS)), (576, (ROWS,))):
         weight = empty_int8_rows(1152, k, META)
         for rows in sizes:
             int8_matmul(empty_int8_rows(rows, k, META), weight)
@@ -305,7 +305,7 @@ def planes_head() -> None:
 
     vocabulary, width = 151936, 1024
     weight, x = empty_int8_rows(vocabulary, width, META), empty(832, width)
-    for rows in (1, 17, 64, 832):
+    for rows in (1, 832):
         planes_fprop(planes_of_hidden(x[:rows]), weight)
     dlogits = floats(832, vocabulary)
     planes_dgrad(dlogits, weight)
