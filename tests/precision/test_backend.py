@@ -215,3 +215,13 @@ def test_a_backend_refuses_other_plans(
     with pytest.raises(UserError, match=message):
         backend.check_plan(defined, integer)
     backend.check_plan(backend.defined, backend.defined)
+
+
+def test_gpus_of_amd_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an AMD GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert backends.accelerator() is None
+    with pytest.raises(UserError, match="an AMD GPU: jetrl has kernels for NVIDIA GPUs only"):
+        backends.backend_for(torch.device("cuda", 201))

@@ -261,7 +261,7 @@ def selected_backend(name: str = "auto", *, defined: bool = False) -> Iterator[N
 
 def accelerator(device: torch.device | None = None) -> Backend | None:
     """Return the backend of a GPU, by default the current one; None if none supports it."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     return _selection.of(torch.cuda.get_device_capability(device))
 
@@ -274,6 +274,11 @@ def backend_for(device: torch.device) -> Backend:
             return REFERENCE
         if (backend := accelerator(device)) is not None:
             return backend
+        if torch.version.hip is not None:
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)}: jetrl has kernels for NVIDIA GPUs only; "
+                "use run.device=cpu, or run.backend=reference (slow)"
+            )
         major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; jetrl "
