@@ -36,6 +36,12 @@ class Card:
     multiprocessors: int
 
 
+# Files whose kernels portable_matrix.py compiles, in place of compile_kernels.py.
+PORTABLE = (
+    "kernels/portable/*.py",
+    "precision/triton/portable_*.py",
+    "precision/triton/int8_planes.py",
+)
 CARDS = {
     80: Card("A100", 163 * KB, 108),
     86: Card("RTX 3090", 99 * KB, 82),

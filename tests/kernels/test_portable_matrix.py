@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import portable_matrix
 from portable_rules import (
     CARDS,
+    PORTABLE,
     forbidden,
     instructions,
     problems_of_products,
@@ -26,7 +27,6 @@ from portable_rules import (
 )
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
-PORTABLE = ("kernels/portable/*.py", "precision/triton/portable_*.py")
 
 
 @pytest.mark.parametrize("capability", CARDS if "JETRL_ALL_CARDS" in os.environ else (80, 90, 120))
