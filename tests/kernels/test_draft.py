@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
+from tests.kernels.interpreted import interpreted
 
 from jetrl.kernels.decode_state import LAG, SOURCES, UNKNOWN, DecodeState, DraftText
 from jetrl.kernels.draft import propose, remember
@@ -64,13 +58,6 @@ def test_other_prompts_and_written_over_text_are_not_drafted_from() -> None:
 
 def test_the_hopper_kernels_do_what_the_references_do() -> None:
     """Triton's interpreter runs them on the CPU, in a process of its own."""
-    pytest.importorskip("triton", reason="it is there on Linux alone")
-    program = Path(__file__).with_name("interpreted_verify.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    different, drafted = json.loads(done.stdout)
+    different, drafted = interpreted("interpreted_verify.py")
     assert different == []
     assert drafted > 50, "tokens of drafts that were drawn"

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from tests.kernels.interpreted import interpreted
 
 
 def test_products_have_the_bits_of_their_references() -> None:
-    """Triton's interpreter runs them on the CPU, in its own process."""
-    pytest.importorskip("triton", reason="it is there on Linux alone")
-    program = Path(__file__).with_name("interpreted_gemm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    compared = json.loads(done.stdout)
+    compared = interpreted("interpreted_gemm.py")
     assert len(compared) > 50
     assert {case: n for case, n in compared.items() if n} == {}
 
