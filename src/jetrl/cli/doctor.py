@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine_checks() -> list[Finding]:
-    self_checks = {
-        "FP8 cast": _check_fp8_cast,
-        "exactness": _check_exactness,
-        "standard run": _check_standard_run,
+    self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
+    self_checks |= {
+        f"standard run, {where}": _standard_run_check(where, device, backend)
+        for where, device, backend in _places()
     }
     if installed("math-verify"):
         self_checks["math-verify"] = _check_answers
@@ -115,17 +115,15 @@ def _check_device() -> Finding:
         return Finding("OK", "device", detail)
     major, minor = torch.cuda.get_device_capability()
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
-    gpu = accelerator()
-    with selected_backend(defined=True):
-        of_defined_plans = accelerator()
-    if gpu is None and of_defined_plans is not None:
-        detail += "; kernels of precision.preset=integer only: other plans run on the CPU"
-        return Finding("OK", "device", detail)
-    if gpu is not None:
+    if accelerator() is not None:
         gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
-        detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
+        return Finding("OK", "device", f"{detail}; FP8 GEMM: {gemm}, and Triton for few rows")
+    with selected_backend(defined=True):
+        if accelerator() is not None:
+            detail += "; kernels of precision.preset=integer only: other plans run on the CPU"
+            return Finding("OK", "device", detail)
     step = f"jetrl supports {SUPPORTED}; on others set run.device=cpu"
-    return Finding.of(gpu is not None, "device", detail, step, "WARN")
+    return Finding("WARN", "device", detail, step)
 
 
 def _check_package(name: str, use: str = "") -> Finding:
@@ -186,9 +184,7 @@ def _check_exactness() -> list[Finding]:
     from jetrl.session.parity import PROVING, check_policy, self_check
 
     properties = [("exact", checked) for checked in self_check()]
-    gpu = accelerator()
-    # Kernels of plans with defined bits have no other formats; the standard run checks them.
-    if gpu is not None and not gpu.defined:
+    if accelerator() is not None:
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
         from jetrl.runs.console import announced_if_slow
@@ -209,24 +205,28 @@ def _check_exactness() -> list[Finding]:
     return [Finding.of(c.ok, f"{where}: {c.operation}", c.detail, step) for where, c in properties]
 
 
-def _check_standard_run() -> list[Finding]:
-    """Check that the plan `integer` has the bits of other machines here."""
+def _places() -> list[tuple[str, str, str]]:
+    """Return the places of the standard run: in words, its device and its backend."""
     from jetrl.precision.backend import accelerator, selected_backend
-    from jetrl.session.standard_run import DIGEST, standard_digest
 
-    places = {"cpu": ["auto"]}
     with selected_backend(defined=True):
-        if (fastest := accelerator()) is not None:
-            places["cuda"] = list(dict.fromkeys([fastest.name, "triton"]))
-    findings = []
-    for device, names in places.items():
-        for name in names:
-            found = standard_digest(device, name)
-            where = "this CPU" if device == "cpu" else f"this GPU, run.backend={name}"
-            same = "the bits of every machine" if found == DIGEST else "other bits than elsewhere"
-            detail = f"{where}: {same} under precision.preset=integer, digest {found[:16]}"
-            findings.append(Finding.of(found == DIGEST, "standard run", detail, REPORT))
-    return findings
+        fastest = accelerator()
+    names = [] if fastest is None else list(dict.fromkeys([fastest.name, "triton"]))
+    return [("CPU", "cpu", "auto"), *((f"GPU, run.backend={n}", "cuda", n) for n in names)]
+
+
+def _standard_run_check(where: str, device: str, backend: str) -> Callable[[], list[Finding]]:
+    """Return the check that the plan `integer` has the bits of other machines in one place."""
+
+    def check() -> list[Finding]:
+        from jetrl.session.standard_run import DIGEST, standard_digest
+
+        found = standard_digest(device, backend)
+        same = "the bits of every machine" if found == DIGEST else "other bits than elsewhere"
+        detail = f"{same} under precision.preset=integer, digest {found[:16]}"
+        return [Finding.of(found == DIGEST, f"standard run, {where}", detail, REPORT)]
+
+    return check
 
 
 def _check_answers() -> list[Finding]:
