@@ -63,7 +63,7 @@ def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _temperature_of(temperature_ptr, row):
+def temperature_of(temperature_ptr, row):
     """Return the temperature of a row (1 if greedy), and whether the row is greedy."""
     given = tl.load(temperature_ptr + row)
     greedy = given == 0.0
@@ -85,7 +85,7 @@ def _sample_lanes_kernel(
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     let_next_start()
     wait_for_previous()
-    temperature, _ = _temperature_of(temperature_ptr, row)
+    temperature, _ = temperature_of(temperature_ptr, row)
     lane_max, lane_sum, _, _ = lane_statistics(
         logits_ptr + row.to(tl.int64) * num_columns,
         lanes[:, None] * 4 + tl.arange(0, 4)[None, :],
@@ -131,7 +131,7 @@ def _sample_blocks_kernel(
     let_next_start()
     wait_for_previous()
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    temperature, greedy = _temperature_of(temperature_ptr, row)
+    temperature, greedy = temperature_of(temperature_ptr, row)
     lane_max, _ = _load_lanes(lanes_ptr, row, stride, BLOCK)
     row_max = tl.max(lane_max, 0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -165,7 +165,7 @@ def _sample_draw_kernel(
     let_next_start()
     wait_for_previous()
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    temperature, greedy = _temperature_of(temperature_ptr, row)
+    temperature, greedy = temperature_of(temperature_ptr, row)
     lane_max, lane_sum = _load_lanes(lanes_ptr, row, stride, BLOCK)
     nothing = tl.zeros_like(lane_sum)
     row_max, lse, _, _ = statistics_of_lanes(lane_max, lane_sum, nothing, nothing)

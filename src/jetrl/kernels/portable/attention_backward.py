@@ -30,7 +30,7 @@ from jetrl.kernels.portable.attention_copies import (
     largest_of_rows,
     multiplier_and_scale,
 )
-from jetrl.kernels.portable.attention_core import exponentials
+from jetrl.kernels.portable.attention_core import exponentials, in_slots
 
 SUMS_BYTES = 2**30  # maximum of float32 sums of dK and dV at once
 _SUMS_ROWS = 16  # keys per program of _sums_kernel
@@ -67,22 +67,6 @@ _TILES = {90: _HOPPER}
 
 _KEYS = tl.constexpr(BACKWARD_KEYS)
 _QUERIES = tl.constexpr(BACKWARD_QUERIES)
-
-
-@triton.jit
-def _in_slots(x):
-    """Return the columns of x in the order of `attention_copies._slot_tokens`."""
-    rows: tl.constexpr = x.shape[0]
-    columns: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, (rows, columns // 16, 2, 4, 2))
-    x = tl.permute(x, (0, 1, 3, 2, 4))
-    even, odd = tl.split(x)
-    a, b = tl.split(even)
-    c, d = tl.split(odd)
-    even = tl.join(a, b)
-    odd = tl.join(c, d)
-    x = tl.join(even, odd)
-    return tl.reshape(x, (rows, columns))
 
 
 @triton.jit
@@ -150,9 +134,9 @@ def _dq_step(
     largest = tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
     largest = largest_of_rows(largest)
     multiplier, scale = multiplier_and_scale(largest)
-    x = _in_slots(code_bits(x, multiplier))
+    x = in_slots(code_bits(x, multiplier))
     high, low = code_planes(x)
-    y = _in_slots(code_bits(y, multiplier))
+    y = in_slots(code_bits(y, multiplier))
     next_high, next_low = code_planes(y)
     keys_ptr += 2 * places * D
     at = _down(keys_ptr, key, places, N, D)
@@ -246,7 +230,7 @@ def _planes_of_rows(x):
     """Return hi and lo of the rows of x, int8 in slots, and scales."""
     largest = largest_of_rows(x)
     multiplier, scale = multiplier_and_scale(largest)
-    bits = _in_slots(code_bits(x, multiplier))
+    bits = in_slots(code_bits(x, multiplier))
     high, low = code_planes(bits)
     return high, low, scale
 

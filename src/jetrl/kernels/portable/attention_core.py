@@ -125,3 +125,15 @@ def fold(n1, l1, a1, n2, l2, a2):
     reference, z1, z2 = fold_weights(n1, n2)
     total = (a1 * z1[:, None]) + (a2 * z2[:, None])
     return reference, (l1 * z1) + (l2 * z2), total
+
+
+@triton.jit
+def in_slots(x):
+    """Return x [R, K] with keys in the order of slots; it only renames registers."""
+    parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+    even, odd = tl.split(tl.permute(parts, (0, 1, 3, 2, 4)))
+    even_low, even_high = tl.split(even)
+    odd_low, odd_high = tl.split(odd)
+    # Split and join leave four neighbors of a row in consecutive registers.
+    parts = tl.join(tl.join(even_low, even_high), tl.join(odd_low, odd_high))
+    return tl.reshape(parts, (x.shape[0], x.shape[1]))

@@ -9,7 +9,7 @@ no masks; at most the last two do.
 Three choices make it fast and change no bits:
 
 * Values are staged in an order of keys in which the weights are in the registers of their product
-  already (`_in_slots`).
+  already (`in_slots`).
 * Finished splits keep A in global memory, since registers are full. Each thread stores and loads
   its own values (`_by_thread`).
 * Factors of A that are powers of two are grouped and fused if nothing can be subnormal.
@@ -37,6 +37,7 @@ from jetrl.kernels.portable.attention_core import (
     exponentials,
     fold,
     fold_weights,
+    in_slots,
     planes,
     rounded_sum,
     score_factor,
@@ -67,18 +68,6 @@ def _key_of_slot(slot):
     # Slots 4 t to 4 t + 3 have keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: what thread t of four holds
     # of 16 scores, and what it needs as four neighbors in the operand of INT8 products.
     return (slot // 16) * 16 + ((slot >> 1) & 1) * 8 + ((slot >> 2) & 3) * 2 + (slot & 1)
-
-
-@triton.jit
-def _in_slots(x):
-    """Return x [R, K] with keys in the order of slots; it only renames registers."""
-    parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
-    even, odd = tl.split(tl.permute(parts, (0, 1, 3, 2, 4)))
-    even_low, even_high = tl.split(even)
-    odd_low, odd_high = tl.split(odd)
-    # Split and join leave four neighbors of a row in consecutive registers.
-    parts = tl.join(tl.join(even_low, even_high), tl.join(odd_low, odd_high))
-    return tl.reshape(parts, (x.shape[0], x.shape[1]))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -204,10 +193,10 @@ def _planes_in_slots(bits, ASM: tl.constexpr):
     """Return the planes hi and lo of `weight_bits` [R, K], int8 with keys in slots."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _PACK, "=r,=r,r,r,r,r", [_in_slots(bits)],
+            _PACK, "=r,=r,r,r,r,r", [in_slots(bits)],
             dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
-    return planes(_in_slots(bits))
+    return planes(in_slots(bits))
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from torch import Tensor, float32, int64
 
 from jetrl.kernels.portable.exact import exp_nonpositive, log_positive
 from jetrl.kernels.portable.logprob import added_bits, divide, lane_columns
+from jetrl.kernels.sampling_triton import temperature_of
 
 _FEW_ROWS = 16
 _BLOCKS = {True: (1024, 4), False: (4096, 8)}  # block and warps for few rows, and for many
@@ -42,14 +43,6 @@ _WEIGHT_ONE = tl.constexpr(2.0**40)
 # order them, at most 40 * 2**23 + 1.
 _BELOW = tl.constexpr(((127 - 40) << 23) - 1)
 _TOP_BIT = tl.constexpr(28)  # even, since each pass finds two bits of a key
-
-
-@triton.jit
-def _temperature_of(temperature_ptr, row):
-    """Return the temperature of a row (1 if greedy), and whether the row is greedy."""
-    given = tl.load(temperature_ptr + row)
-    greedy = given == 0.0
-    return tl.where(greedy, 1.0, given), greedy
 
 
 @triton.jit
@@ -110,7 +103,7 @@ def _sums_kernel(
     columns = lane_columns(BLOCK) + block * BLOCK
     inside = columns < num_columns
     start = row.to(tl.int64) * num_columns
-    temperature, greedy = _temperature_of(temperature_ptr, row)
+    temperature, greedy = temperature_of(temperature_ptr, row)
     # Loads come before the reduction, whose barrier nothing passes.
     logits = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf"))
     row_max = _row_max(maxima_ptr, row, num_blocks, temperature, BLOCKS)
@@ -368,7 +361,7 @@ def _draw_kernel(
     blocks = tl.arange(0, BLOCKS)
     places = row * num_blocks + blocks
     inside = blocks < num_blocks
-    temperature, greedy = _temperature_of(temperature_ptr, row)
+    temperature, greedy = temperature_of(temperature_ptr, row)
     # Loads come before the reductions, whose barriers nothing passes.
     masses = tl.load(masses_ptr + places, mask=inside, other=0)
     sums = tl.load(sums_ptr + places, mask=inside, other=0)
