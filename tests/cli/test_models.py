@@ -361,9 +361,9 @@ def test_doctor_reports_every_check_with_a_next_step(
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
     assert done.code == 1  # a check that breaks is a FAIL, and the others still run
-    missing = "--    no-such-package  not installed (optional; for nothing)"
-    for line in ("OK    python", missing, "next steps:\n"):
-        assert line in done.out
+    missing = r"-- +no-such-package +not installed \(optional; for nothing\)"
+    for line in ("OK +python ", missing, "\nnext steps:\n"):
+        assert re.search(line, done.out)
     assert re.search("FAIL  math-verify .*ZeroDivisionError", done.out)
     assert re.search("FAIL  exactness .*no toolkit: set CUDA_HOME\n", done.out)
     assert done.out.count("please report this") == 1, "not of what says itself what to do"
@@ -382,9 +382,6 @@ def test_checks_pass_here_and_a_gpu_proves_the_default(monkeypatch: pytest.Monke
     monkeypatch.setattr(Policy, "from_config", lambda shape, plan, seed, device: plan)
     monkeypatch.setattr(parity, "check_policy", lambda plan: [parity.Check(plan.name, True, "")])
     assert doctor._check_exactness()[0].name == "int8 at qwen3-0.6b's shapes: int8"
-    # Kernels of `integer` alone have no FP8 or BF16 products to check.
-    monkeypatch.setattr(backend, "accelerator", lambda: backend.TRITON)
-    assert not doctor._check_exactness()
 
 
 def test_low_disk_and_missing_packages_are_named(
