@@ -1,0 +1,235 @@
+"""The linear layers of experts: each row is multiplied by the matrix of its own expert.
+
+The matrices of E experts are stacked along rows in one quantized weight [E * N, K]. A row of a
+product has the bits that a dense linear layer with only its expert's matrix would give it, in every
+format, so it does not depend on other rows, on their order or on the sizes of groups
+(`precision.groups`):
+
+    FProp   Y [R, N]   row r is the dense product of X's row and W_e, e the expert of row r
+    DGrad   dX [R, K]  row r is the dense product of dY's row and W_e; a format that rounds a
+                       transposed weight does so for each expert alone
+    WGrad   dW_e       is the dense product of the rows of group e, in the order of the group; codes
+                       along tokens have scales of their own in each group. Without rows it is 0.
+
+The first layer of a block reads X [T, K] by token (`by_token`): X is quantized once, and the
+gradients of a token's slots are added in the order of slots, in float32, and rounded once:
+
+    dX[t] = (dX[places[t, 0]] + dX[places[t, 1]]) + ...
+
+`combine` weights the outputs of a token's slots. Operation by operation, float32, nothing fused:
+
+    out[t]        = ((w[t, 0] * y[places[t, 0]]) + w[t, 1] * y[places[t, 1]]) + ...   rounded once
+    dy[place]     = w[t, s] * dout[t]                                      rounded to the dtype of y
+    dw[t, s]      = float32(exact_sum(dout[t] * y[places[t, s]]))
+
+There are only references so far: loops over experts with the dense operations.
+
+Legend: T tokens, k slots per token, R rows (T * k), E experts, K input and N output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.precision.exact import exact_sum
+from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
+from jetrl.precision.gemm import coded_matmul
+from jetrl.precision.gradients import Gradients, matmul_product
+from jetrl.precision.groups import Groups
+from jetrl.precision.linear import (
+    Linear,
+    dgrad,
+    fprop,
+    quantize_for_dgrad,
+    quantize_for_wgrad,
+    quantize_input,
+    quantize_output_gradient,
+)
+from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.quantize import QTensor
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A layer's quantized weight [E * N, K] on one side, the rows that it multiplies, and the plan.
+
+    `by_token`: X is [T, K], and a row reads its token's; otherwise X is [R, K].
+    """
+
+    weight: StoredWeight
+    groups: Groups
+    plan: PrecisionPlan
+    by_token: bool
+
+    @property
+    def num_outputs(self) -> int:
+        """N, the output features of an expert."""
+        return int(self.weight.shape[0]) // self.groups.num_experts
+
+
+def grouped_linear(
+    x: Tensor, linear: Linear, groups: Groups, side: Side, by_token: bool = False
+) -> Tensor:
+    """Return y [R, N] of x [R, K], or [T, K] if `by_token`; `linear` stacks the experts' matrices.
+
+    Differentiable in x and in the master weight.
+    """
+    assert linear.bias is None, f"{linear.name}: experts have no biases"
+    if linear.quantized.formats[side].reads_masters:
+        entered = x[groups.tokens.long()] if by_token else x
+        weights = linear.weight.unflatten(0, (groups.num_experts, -1)).unbind(0)
+        parts = [entered[rows] @ weights[expert].mT for expert, rows in groups.rows()]
+        return torch.cat(parts)
+    plan = linear.plan.on(side)
+    grouped = GroupedWeight(linear.operand(side), groups, plan, by_token)
+    y: Tensor = _GroupedFunction.apply(
+        x, linear.weight, grouped, linear.out_dtype, linear.gradients
+    )
+    return y
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """The products of a layer; the master weight is an input only for its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        grouped: GroupedWeight,
+        out_dtype: torch.dtype,
+        gradients: Gradients,
+    ) -> Tensor:
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x)
+        ctx.master, ctx.grouped, ctx.gradients = master, grouped, gradients
+        return grouped_fprop(quantize_input(x, grouped.weight, grouped.plan), grouped, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grouped: GroupedWeight = ctx.grouped
+        dy = grads[0].bfloat16().contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = grouped_dgrad(quantize_for_dgrad(dy, grouped.weight, grouped.plan), grouped)
+            dx = sum_slots(dx, grouped.groups) if grouped.by_token else dx
+        if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
+            dw = grouped_wgrad(dy, x, grouped, ctx.master, ctx.gradients)
+        return dx, dw, None, None, None
+
+
+def grouped_fprop(
+    x: GEMMInput, grouped: GroupedWeight, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Return Y [R, N] of X from `quantize_input`, [T, K] or [R, K]."""
+    groups = grouped.groups
+    shape = (len(groups.tokens), grouped.num_outputs)
+    y = torch.empty(shape, dtype=out_dtype, device=groups.tokens.device)
+    for expert, rows in groups.rows():
+        entered = _rows_of(x, groups.tokens[rows].long() if grouped.by_token else rows)
+        y[rows] = fprop(entered, _expert(grouped, expert), grouped.plan, out_dtype)
+    return y
+
+
+def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
+    """Return dX, bfloat16 [R, K], of dY [R, N] from `quantize_for_dgrad`."""
+    groups = grouped.groups
+    shape = (len(groups.tokens), int(grouped.weight.shape[1]))
+    dx = torch.empty(shape, dtype=torch.bfloat16, device=groups.tokens.device)
+    for expert, rows in groups.rows():
+        dx[rows] = dgrad(_rows_of(dy, rows), _expert(grouped, expert))
+    return dx
+
+
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, grouped: GroupedWeight, master: Tensor, gradients: Gradients
+) -> Tensor | None:
+    """Add dW [E * N, K] to a master weight's gradient; return the gradient for autograd.
+
+    dY is bfloat16 [R, N], X bfloat16 [T, K] or [R, K], both before quantization. The products of
+    codes are rounded to BF16 and added; others are added in float32.
+    """
+    plan, groups, coded = grouped.plan, grouped.groups, format_of(grouped.weight).coded
+    in_codes = coded and plan.gradient.coded
+    if in_codes:
+        total, returned = dy.new_zeros(grouped.weight.shape), None
+    else:
+        total, returned = gradients.buffer(master)
+    of_experts = total.unflatten(0, (groups.num_experts, -1))
+    for expert, rows in groups.rows():
+        values = x[groups.tokens[rows].long() if grouped.by_token else rows]
+        entered = quantize_for_wgrad(values, plan) if coded else values
+        _, tokens = quantize_output_gradient(dy[rows], _expert(grouped, expert), plan)
+        if in_codes:
+            assert isinstance(tokens, QTensor), "a coded gradient is codes"
+            assert isinstance(entered, QTensor), "codes of dY multiply codes of X"
+            of_experts[expert] = coded_matmul(tokens.mT, entered.mT)
+        else:
+            matmul_product(dy[rows], entered, of_experts[expert])
+    return gradients.add(master, total) if in_codes else returned
+
+
+def _expert(grouped: GroupedWeight, expert: int) -> StoredWeight:
+    """Return the weight [N, K] of one expert, a view."""
+    weight, count = grouped.weight, grouped.num_outputs
+    rows = slice(expert * count, (expert + 1) * count)
+    if isinstance(weight, QTensor):
+        height = weight.block[0]
+        assert count % height == 0, f"{count} rows of an expert are not whole blocks of {height}"
+        scales = weight.scales[rows.start // height : rows.stop // height]
+        return replace(weight, codes=weight.codes[rows], scales=scales)
+    assert isinstance(weight, Tensor), "experts are not in NVFP4"
+    return weight[rows]
+
+
+def _rows_of(x: GEMMInput, rows: Tensor | slice) -> GEMMInput:
+    """Return some rows of X or dY, which are values, or codes with scales of each row."""
+    if isinstance(x, Tensor):
+        return x[rows]
+    return replace(x, codes=x.codes[rows], scales=x.scales[rows])
+
+
+def sum_slots(rows: Tensor, groups: Groups) -> Tensor:
+    """Return the sums [T, K] of rows [R, K] over each token's slots, added in float32 in order."""
+    places = groups.places.long()
+    total = rows[places[:, 0]].float()
+    for slot in range(1, places.shape[1]):
+        total += rows[places[:, slot]]
+    return total.to(rows.dtype)
+
+
+def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """Return the weighted sums [T, N] of outputs y [R, N] over each token's slots, differentiable.
+
+    `weights` is float32 [T, k]. The sums are rounded once, to the dtype of y.
+    """
+    out: Tensor = _Combine.apply(y, weights, groups)
+    return out
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        ctx.groups = groups
+        places = groups.places.long()
+        total = weights[:, :1] * y[places[:, 0]].float()
+        for slot in range(1, places.shape[1]):
+            total += weights[:, slot, None] * y[places[:, slot]].float()
+        return total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, weights = ctx.saved_tensors
+        places, dout = ctx.groups.places.long(), grads[0].float()
+        dy, dweights = torch.empty_like(y), torch.empty_like(weights)
+        for slot in range(places.shape[1]):
+            rows = places[:, slot]
+            dy[rows] = (weights[:, slot, None] * dout).to(y.dtype)
+            dweights[:, slot] = exact_sum(dout * y[rows].float()).float()
+        return dy, dweights, None

@@ -1,0 +1,125 @@
+"""Grouped products have the bits of the dense layer of each expert, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.experts import combine, grouped_linear, sum_slots
+from jetrl.precision.gradients import Gradients
+from jetrl.precision.groups import Groups
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import QuantizedWeight
+
+EXPERTS, N, K = 5, 128, 192
+PLANS = ["bf16", "mixed", "jet", "unified", "int8", "integer"]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(plan: PrecisionPlan, master: Tensor) -> Linear:
+    formats = plan.linear_formats(0, 1)
+    roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
+    # The name is the dithering's seed, which tells stacked rows from those of one expert.
+    plain = {side: rounding._replace(dithered=False) for side, rounding in roundings.items()}
+    weight = QuantizedWeight("test", nn.Parameter(master.clone()), formats, plain)
+    out_dtype = torch.float32 if plan.reads_masters else torch.bfloat16
+    return Linear(weight, None, plan, out_dtype, Gradients())
+
+
+def chosen(kind: str, tokens: int = 40) -> Tensor:
+    if kind == "one has all":
+        return torch.full((tokens, 1), 3)
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    scores[:, 1] = -1.0  # an expert without rows
+    scores[:-1, 4] = -0.5  # and one with a single row, the last token's
+    return scores.argsort(1, descending=True)[:, :3]
+
+
+def test_rows_are_sorted_by_expert_token_and_slot() -> None:
+    experts = chosen("some", 63)
+    groups = Groups.of(experts, EXPERTS)
+    rows = sorted((int(e), t, s) for t, own in enumerate(experts) for s, e in enumerate(own))
+    assert groups.tokens.tolist() == [token for _, token, _ in rows]
+    assert groups.ends.tolist() == [sum(e <= last for e, _, _ in rows) for last in range(EXPERTS)]
+    assert all(groups.places[t, s] == row for row, (_, t, s) in enumerate(rows))
+    assert dict(groups.rows()).keys() == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("kind", ["some", "one has all"])
+@pytest.mark.parametrize("preset", PLANS)
+def test_every_row_has_the_dense_bits(preset: str, kind: str, by_token: bool) -> None:
+    plan = PrecisionPlan.preset(preset)
+    experts = chosen(kind)
+    groups = Groups.of(experts, EXPERTS)
+    masters = normal(EXPERTS * N, K) / math.sqrt(K)
+    x = normal(len(experts) if by_token else experts.numel(), K, seed=2).bfloat16()
+    dy = normal(experts.numel(), N, seed=3).bfloat16()
+    grouped = layer(plan, masters)
+    entered = x.clone().requires_grad_()
+    with torch.no_grad():
+        sampled = grouped_linear(entered, grouped, groups, "rollout", by_token)
+    y = grouped_linear(entered, grouped, groups, "train", by_token)
+    y.backward(dy)
+    found_dx = torch.zeros(experts.numel(), K, dtype=torch.bfloat16)
+    for expert, rows in groups.rows():
+        dense = layer(plan, masters[expert * N : (expert + 1) * N])
+        own = x[groups.tokens[rows].long()] if by_token else x[rows]
+        own = own.clone().requires_grad_()
+        assert torch.equal(sampled[rows], dense(own.detach(), "rollout"))
+        whole = dense(own, "train")
+        assert torch.equal(y[rows], whole)
+        whole.backward(dy[rows])
+        found_dx[rows] = own.grad
+        assert torch.equal(grouped.weight.grad[expert * N : (expert + 1) * N], dense.weight.grad)
+    assert torch.equal(entered.grad, sum_slots(found_dx, groups) if by_token else found_dx)
+    if kind == "some":
+        assert not grouped.weight.grad[N : 2 * N].any()
+        assert grouped.weight.grad[4 * N :].any()
+
+
+def test_weights_in_fp32_have_the_gradients_of_autograd() -> None:
+    groups = Groups.of(chosen("some"), EXPERTS)
+    linear = layer(PrecisionPlan.preset("fp32"), normal(EXPERTS * N, K))
+    x = normal(40, K, seed=2).requires_grad_()
+    y = grouped_linear(x, linear, groups, "train", by_token=True)
+    y.square().sum().backward()
+    copied, weight = x.detach().clone().requires_grad_(), linear.weight.detach().requires_grad_()
+    matrices = weight.unflatten(0, (EXPERTS, N))
+    expert_of = torch.bucketize(torch.arange(len(y)), groups.ends, right=True)
+    expected = torch.einsum("rk,rnk->rn", copied[groups.tokens.long()], matrices[expert_of])
+    grads = torch.autograd.grad(expected.square().sum(), [copied, weight])
+    # Sums of at most K * N terms in float32, in another order.
+    for found, true in zip([y, x.grad, linear.weight.grad], [expected, *grads], strict=True):
+        assert (found - true).norm() <= 1e-5 * true.norm()
+
+
+def test_slots_are_added_in_order() -> None:
+    groups = Groups.of(chosen("some"), EXPERTS)
+    y = normal(120, 7, seed=4).bfloat16().requires_grad_()
+    weights = torch.rand(40, 3, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    out = combine(y, weights, groups)
+    dout = normal(40, 7, seed=6).bfloat16()
+    out.backward(dout)
+    for token, places in enumerate(groups.places.tolist()):
+        parts = [weights[token, s] * y[place].float() for s, place in enumerate(places)]
+        assert torch.equal(out[token], ((parts[0] + parts[1]) + parts[2]).bfloat16())
+        rows = [y[place].float() for place in places]
+        assert torch.equal(sum_slots(y, groups)[token], ((rows[0] + rows[1]) + rows[2]).bfloat16())
+        for slot, place in enumerate(places):
+            expected = (weights[token, slot] * dout[token].float()).bfloat16()
+            assert torch.equal(y.grad[place], expected)
+            true = float(dout[token].double() @ y.detach()[place].double())
+            # Each term is on a grid of 2**-30 of the largest; the sum is rounded to 24 bits.
+            bound = 2.0**-24 * abs(true) + 7 * 2.0**-30 * float(
+                (dout[token] * y[place]).abs().max()
+            )
+            assert abs(float(weights.grad[token, slot]) - true) <= bound
