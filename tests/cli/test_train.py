@@ -186,13 +186,23 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     assert "# memory plan\n" in jetrl(*words, "run.device=auto").out, "tiny: for this CPU"
     faster = "# precision.preset=bf16 trains a model"
     assert [faster in done.out for done in (one, four)] == [False, True]
-    for other in ("precision.preset=bf16", "model.config.num_hidden_layers=9"):
+    integer = "precision.preset=integer"
+    for other in ("precision.preset=bf16", "model.config.num_hidden_layers=9", integer):
         assert faster not in jetrl(*words, *shape, other, "--gpus=4").out
 
     def masters(text: str) -> float:
         return float(text.partition("master weights, FP32")[2].split()[0])
 
     assert masters(four.out) == pytest.approx(masters(one.out) / 4, abs=0.002)
+    heads = ["model.config.head_dim=64", "model.config.vocab_size=128"]
+    for backend, plan in (("triton", integer), ("hopper", integer), ("hopper", "task.workers=0")):
+        asked = ["run.device=auto", f"run.backend={backend}", plan]
+        named = jetrl(*words, *shape, *heads, *asked)
+        assert "# memory plan of a GPU with 80 GiB (this machine has none" in named.out, named.err
+    int8 = jetrl(*words, *shape, *heads, "run.device=auto", "run.backend=triton")
+    assert "run.backend = triton runs precision.preset = integer only; use that" in int8.err
+    reference = jetrl(*words, *shape, "run.device=auto", "run.backend=reference")
+    assert "# memory plan\n" in reference.out, "a CPU runs it"
     small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
     assert (small.code, "2.8 GiB are free" in small.err) == (2, True)
     assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus needs --dry-run")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.training.shared import config
 
+import jetrl
 from jetrl.cli import opening
 from jetrl.errors import UserError
 from jetrl.kernels.backend import TABLES, Kernels, kernels_of
@@ -18,10 +19,12 @@ from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import fuses
 from jetrl.models.policy import Policy
+from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision import backend as backends
 from jetrl.precision.backend import BACKENDS, REFERENCE, Arithmetic, Backend
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.session import parity
 from jetrl.session.building import device_of
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.types import SamplingParams
@@ -162,10 +165,51 @@ def test_a_run_of_a_backend_opens_on_a_cpu(backend: str, opened: str, tmp_path: 
     assert (found.device, found.backend) == ("cpu", opened)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_hopper_is_refused_elsewhere(device: str, gpu_of_another_maker: torch.device) -> None:
-    with pytest.raises(UserError, match=r"run\.backend = hopper needs a Hopper card"):
+@pytest.mark.parametrize(
+    "device, why",
+    [
+        ("auto", "and this machine has none: use run.backend=auto"),
+        ("cuda", "and this machine has none: use run.backend=auto"),
+        ("cpu", "and run.device is cpu: leave one of them out"),
+    ],
+)
+def test_hopper_is_refused_elsewhere(
+    device: str, why: str, gpu_of_another_maker: torch.device
+) -> None:
+    with pytest.raises(UserError, match=rf"run\.backend = hopper needs a Hopper card .*{why}"):
         device_of(settings(f"device={device}", "backend=hopper"))
+
+
+def test_a_run_keeps_its_backend_to_itself(hopper: torch.device) -> None:
+    with pytest.raises(UserError, match=r"run\.device is cpu"):
+        jetrl.train("demo", run={"backend": "triton", "device": "cpu"})
+    assert backends.accelerator() is backends.HOPPER
+
+
+def test_a_model_on_a_gpu_without_kernels_gets_advice_in_options(
+    tmp_path: Path, gpu_of_another_maker: torch.device
+) -> None:
+    make_tiny(tmp_path)
+    for_all = r"and with --plan integer an NVIDIA card .*; use --device cpu$"
+    with pytest.raises(UserError, match=for_all) as refused:
+        opening.open_policy(tmp_path, None, "cuda")
+    assert "run." not in str(refused.value)
+
+
+def test_the_self_check_runs_on_the_selected_backend(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def measure(policy: Policy, **_: int) -> parity.ParityResult:
+        used.append(backends.accelerator())
+        return parity.ParityResult(1, 0, 0.0, 0.0, 0.0, 1.0)
+
+    monkeypatch.setattr(parity, "measure", measure)
+    for name in ("auto", "triton"):
+        backends.select_backend(name, defined=True)
+        assert parity._flow_check("integer", "cpu").ok
+    assert used == [backends.HOPPER_DEFINED, backends.TRITON]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jetrl.distributed.console import tell as tell
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 PLANS = tuple(PRESETS)
 DEVICES = ("auto", "cpu", "cuda")
+_AS_OPTIONS = {  # settings of a run, and the options of commands on a model
+    ", or run.backend=reference (slow)": "",
+    "run.device=": "--device ",
+    "precision.preset = ": "--plan ",
+    "precision.preset=": "--plan ",
+    "precision.preset": "--plan",
+}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -55,6 +63,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", choices=PLANS, help=preset)
     add("--device", choices=DEVICES, default="auto", help="device to use")
     add_trust_argument(parser)
+
+
+@contextlib.contextmanager
+def advice_in_options() -> Iterator[None]:
+    """Name the options of `add_model_arguments` in errors, in place of settings of a run."""
+    try:
+        yield
+    except UserError as error:
+        words = str(error)
+        for setting, option in _AS_OPTIONS.items():
+            words = words.replace(setting, option)
+        raise UserError(words) from error
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from jetrl.cli.arguments import advice_in_options
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
@@ -34,6 +35,7 @@ class ModelLocation(NamedTuple):
     run: Path | None
 
 
+@advice_in_options()
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback: str = DEFAULT_PRESET, **fields: str
 ) -> Policy:

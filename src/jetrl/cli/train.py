@@ -98,17 +98,22 @@ def planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
 
     from jetrl.memory.plan import GIB
     from jetrl.models.source import model_config
-    from jetrl.session.building import is_small
+    from jetrl.precision.backend import REFERENCE
+    from jetrl.session.building import is_small, lacks_gpu
     from jetrl.session.open import Machine
 
-    here, count = Machine.here(settings), args.gpus or launched_size()
+    count, run = args.gpus or launched_size(), settings.run
+    free = int(((args.gpu_memory or _USUAL_GIB) - _GIB_OF_CUDA) * GIB)
+    other = Machine("cuda", free, count, elsewhere=True)
+    if lacks_gpu(settings):
+        return other
+    here = Machine.here(settings)
     elsewhere = args.gpu_memory is not None or here.free is None
     if here.device == "cpu" and not started_by_torchrun():
-        wanted = settings.run.device == "auto" and not is_small(model_config(settings))
-        elsewhere = elsewhere or count > 1 or wanted
+        wanted = run.device == "auto" and run.backend != REFERENCE.name
+        elsewhere = elsewhere or count > 1 or (wanted and not is_small(model_config(settings)))
     if elsewhere:
-        free = int(((args.gpu_memory or _USUAL_GIB) - _GIB_OF_CUDA) * GIB)
-        return Machine("cuda", free, count, True)
+        return other
     absent = args.gpus is not None and not torch.cuda.is_available()
     return replace(here, cards=count, elsewhere=absent)
 

@@ -29,7 +29,7 @@ from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import BACKENDS, REFERENCE, backend_for, has_kernels
+from jetrl.precision.backend import REFERENCE, backend_elsewhere, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan
 
@@ -308,12 +308,11 @@ def check_device(
 ) -> None:
     """Raise a UserError if a device, or a model on that device, has no kernels.
 
-    `elsewhere` checks for a Hopper GPU, which need not be on this machine.
+    `elsewhere` checks for a GPU of the selected backend, which need not be on this machine.
     """
     if device.type in ("cpu", "meta"):
         return
-    of_plan = (each for each in BACKENDS if each.defined == plan.defined)
-    backend = next(of_plan) if elsewhere else backend_for(device)
+    backend = backend_elsewhere(plan.defined) if elsewhere else backend_for(device)
     if backend is REFERENCE:
         return
     backend.check_plan(plan.defined, plan.integer_attention)

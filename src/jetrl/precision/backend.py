@@ -226,9 +226,9 @@ class _Selection:
     name: str = "auto"
     defined: bool = False
 
-    def of(self, capability: tuple[int, int]) -> Backend | None:
-        """Return the backend of a GPU for the plan; None if none has kernels for both."""
-        there = [b for b in BACKENDS if capability in b.capabilities]
+    def of(self, capability: tuple[int, int] | None) -> Backend | None:
+        """Return the backend of a GPU (None: of any) for the plan; None without kernels for it."""
+        there = [b for b in BACKENDS if capability is None or capability in b.capabilities]
         there = [b for b in there if self.name in ("auto", b.name)]
         fitting = [b for b in there if b.defined == self.defined]
         # One that was asked for by name refuses the plan itself.
@@ -249,14 +249,21 @@ def select_backend(name: str = "auto", *, defined: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def selected_backend(name: str = "auto", *, defined: bool = False) -> Iterator[None]:
-    """`select_backend` within the block."""
+def kept_backend() -> Iterator[None]:
+    """Restore this process's selection of a backend at the end of the block."""
     before = _selection
-    select_backend(name, defined=defined)
     try:
         yield
     finally:
         select_backend(before.name, defined=before.defined)
+
+
+@contextlib.contextmanager
+def selected_backend(name: str | None = "auto", *, defined: bool = False) -> Iterator[None]:
+    """`select_backend` within the block; `name` None: the one selected before."""
+    with kept_backend():
+        select_backend(_selection.name if name is None else name, defined=defined)
+        yield
 
 
 def accelerator(device: torch.device | None = None) -> Backend | None:
@@ -264,6 +271,11 @@ def accelerator(device: torch.device | None = None) -> Backend | None:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     return _selection.of(torch.cuda.get_device_capability(device))
+
+
+def backend_elsewhere(defined: bool) -> Backend:
+    """Return the selected backend of a GPU of another machine; "auto" assumes Hopper."""
+    return _Selection(_selection.name, defined).of(None) or REFERENCE
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import Sample, Score
 
 _SMALL_MODEL = 20_000_000  # parameters
+_WITH_GPU = {each.name: each for each in (HOPPER, TRITON)}  # of run.backend
 
 
 def build_policy(
@@ -246,18 +247,32 @@ def device_of(settings: Settings, plan: PrecisionPlan | None = None) -> str:
 
     `plan`: the plan to select kernels for; None: that of the settings.
     """
-    run, plan = settings.run, plan or PrecisionPlan.from_settings(settings.precision)
-    select_backend(run.backend, defined=plan.defined)
+    run = settings.run
+    if lacks_gpu(settings, plan):
+        raise UserError(
+            f"run.backend = {run.backend} needs {_WITH_GPU[run.backend].gpus}, and this machine "
+            "has none: use run.backend=auto"
+        )
     # References are slow on a GPU, so only run.device = cuda runs them there.
     auto = run.device == "auto" and run.backend == REFERENCE.name
-    device = choose_device("cpu" if auto else run.device)
-    asked = next((each for each in (HOPPER, TRITON) if each.name == run.backend), None)
-    if asked is not None and (device == "cpu" or accelerator() is None):
+    return choose_device("cpu" if auto else run.device)
+
+
+def lacks_gpu(settings: Settings, plan: PrecisionPlan | None = None) -> bool:
+    """Select run.backend; return True if it names kernels of a GPU that is not in this machine.
+
+    Raises UserError if run.device is cpu.
+    """
+    run, plan = settings.run, plan or PrecisionPlan.from_settings(settings.precision)
+    select_backend(run.backend, defined=plan.defined)
+    if run.backend not in _WITH_GPU:
+        return False
+    if run.device == "cpu":
         raise UserError(
-            f"run.backend = {run.backend} needs {asked.gpus}, and run.device is {run.device}: use "
-            "run.backend=auto"
+            f"run.backend = {run.backend} needs {_WITH_GPU[run.backend].gpus}, and run.device is "
+            "cpu: leave one of them out"
         )
-    return device
+    return accelerator() is None
 
 
 def choose_device(name: str) -> str:

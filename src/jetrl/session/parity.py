@@ -374,7 +374,7 @@ def _flow_check(preset: str, device: str | torch.device) -> Check:
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         "vocab_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
-    with selected_backend(defined=plan.defined):
+    with selected_backend(None, defined=plan.defined):
         policy = Policy.from_config(shape, plan, seed=0, device=device)
         result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
         return _flow_result(f"flow {preset}", policy, result)

@@ -44,6 +44,7 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.models.model import Model
+from jetrl.precision.backend import kept_backend
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.runs.attempts import read_attempts, versions
 from jetrl.runs.format import visible
@@ -57,15 +58,17 @@ from jetrl.types import Sample
 def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
     """Join the ranks of a run started by a script; yield True if the run is resumed.
 
-    Does nothing if a command has joined them or torchrun started no ranks. On error, all ranks exit
-    with its exit code and one message. A run restarted by torchrun is resumed.
+    Joins none if a command has joined them or torchrun started no ranks. On error, all ranks exit
+    with its exit code and one message. A run restarted by torchrun is resumed. The backend that the
+    run selects is selected until its end.
     """
     if not started_by_torchrun() or world() is not ONE_PROCESS:
-        yield resume
+        with kept_backend():
+            yield resume
         return
     try:
         resume = resume or is_restart(settings)
-        with joined(settings, resume):
+        with kept_backend(), joined(settings, resume):
             yield resume
     except (Exception, KeyboardInterrupt, Terminated) as error:
         if launched_size() == 1:
