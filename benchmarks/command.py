@@ -23,7 +23,7 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-OPERATIONS = ("attention", "layer", "norm", "products")
+OPERATIONS = ("attention", "head", "layer", "norm", "products")
 FLOWS = ("mismatch", "parity", "rollout", "speculation", "step", "train")
 GPU_ALONE = ("parity", "rollout")  # the others take --device cpu, to try them
 

@@ -1,11 +1,14 @@
 """FProp, DGrad and WGrad of each linear layer under several plans, as layers call them.
 
     python -m benchmarks.products --shape qwen3-8b --shape smollm2-135m --out FILE.json
+    jetrl bench products --plan integer --plan "integer backend=triton" --decode 64 4096
 
 The operands of `fprop` are ready, as after a fused norm. `dgrad` includes the transposition of the
 weight, as in a layer's backward, and `wgrad` adds to an FP32 sum. The other rows quantize operands:
 `X` for FProp, `X for wgrad`, and `dY` for both. At the row counts of --decode only FProp is timed.
-Calls alternate between the weights of several layers, so that few of them are in the cache.
+Calls alternate between the weights of several layers, so that few of them are in the cache. Under
+`integer`, the kernels of `backend=triton` are compared with Hopper's before the timing. Allow two
+minutes per plan and shape.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from functools import partial
 import torch
 from benchmarks.harness import Row, add_tokens_argument, begins
 from benchmarks.operations import Operation, main
-from benchmarks.policies import plan_of
+from benchmarks.policies import backend_of, plan_of
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import seconds_eager, seconds_per_call
 
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
+from jetrl.precision.backend import selected_backend
+from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import (
     Linear,
     dgrad,
@@ -102,7 +107,8 @@ def rows_of_plans(shape: str, args: argparse.Namespace) -> Iterator[Row]:
     for plan in args.plan or PLANS:
         begins(f"{shape}, {plan}")
         try:
-            made = rows_of(shape, plan, args.device, args.tokens, args.decode)
+            with selected_backend(backend_of(plan), defined=plan_of(plan).defined):
+                made = rows_of(shape, plan, args.device, args.tokens, args.decode)
         except UserError as error:  # widths that a plan does not take
             print(f"{shape}, {plan}: left out: {error}", flush=True)
             continue
@@ -123,7 +129,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[8, 64, 256], help="rows")
 
 
-OPERATION = Operation(__doc__, rows_of_plans, add_arguments)
+def different(args: argparse.Namespace) -> int:
+    """Count values in which the INT8 products of two backends of `integer` differ."""
+    inputs = [torch.randn(rows, 1024, device=args.device) for rows in (*args.decode, args.tokens)]
+    weight = torch.randn(1536, 1024, device=args.device)
+    found = []
+    for plan in args.plan or PLANS:
+        if plan_of(plan).defined:
+            with selected_backend(backend_of(plan), defined=True):
+                found.append([int8_matmul(int8_rows(x), int8_rows(weight)) for x in inputs])
+    pairs = ((y, first) for each in found for y, first in zip(each, found[0], strict=True))
+    return sum(int((y != first).sum()) for y, first in pairs)
+
+
+OPERATION = Operation(__doc__, rows_of_plans, add_arguments, different)
 
 if __name__ == "__main__":
     main("products", program="python -m benchmarks.products")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.command import OPERATIONS
+from tests.kernels.interpreted import interpreted
 
-from benchmarks import operations
+from benchmarks import head, operations, products
 from jetrl.errors import UserError
 
 
@@ -27,6 +29,29 @@ def test_products_of_a_plan(tmp_path: Path) -> None:
     found = {(row["plan"], row["rows"], row["operation"]) for row in rows}
     assert ("int8", 5, "wgrad") in found
     assert ("int8", 2, "dgrad") not in found
+
+
+def test_products_of_integer_are_compared_between_backends(tmp_path: Path) -> None:
+    words = ["--plan", "integer", "--plan", "integer backend=triton"]
+    rows = rows_of("products", tmp_path, *words, "--tokens", "3", "--decode")
+    found = {(row["plan"], row["operation"]) for row in rows}
+    assert {(plan, "fprop") for plan in words[1::2]} < found
+    args = argparse.Namespace(plan=words[1::2], device="cpu", tokens=3, decode=[2])
+    assert products.different(args) == 0
+
+
+def test_a_head_has_a_row_per_operation(tmp_path: Path) -> None:
+    rows = rows_of("head", tmp_path, "--rows", "3", "70")
+    names = ["fprop", "dgrad", "wgrad", "X"]
+    assert [row["operation"] for row in rows] == names * 2
+    assert all(row["of_bf16_time"] > 0 for row in rows if row["operation"] != "X")
+    assert head.different(argparse.Namespace(device="cpu")) == 0
+
+
+def test_attention_is_timed_with_portable_kernels_in_the_interpreter() -> None:
+    rows = interpreted("interpreted_benchmark.py")
+    assert [row["part"] for row in rows] == ["decode", "packed", "prefill", "torch"]
+    assert all(value > 0 for row in rows for value in row.values() if isinstance(value, float))
 
 
 def test_a_layer_has_a_row_for_each_plan_with_and_without_adapters(tmp_path: Path) -> None:
