@@ -1,18 +1,37 @@
-"""What a plan's formats cost a pretrained model, by jetrl's own forward and backward.
+r"""What a plan's formats cost a pretrained model, by jetrl's own forward and backward.
 
     python -m benchmarks.plan_error MODEL --row bf16 --row "unified @PADDED" --row "int8 kv=bf16"
+    python -m benchmarks.plan_error MODEL --length 256 --tokens 1536 --gradients 4 \
+        --text data/gsm8k/train.jsonl --text docs/rollout.md \
+        --row "int8 grad_output=int8" --row integer
 
 Against transformers in FP32, on text: KL divergence per token, difference of the log-prob of the
 text's token, share of tokens whose most likely next token differs; and of the gradients of all
-linear weights, for cross-entropy, the relative error and the cosine. A row is a plan with options
-of it, and @DIR names another directory of the same function, such as one whose widths FP8 takes;
-its gradients are not compared then.
+linear weights, for cross-entropy on one sequence at a time, the relative error and the cosine. A
+row is a plan with options of it, and @DIR names another directory of the same function, such as one
+whose widths FP8 takes; its gradients are not compared then.
+
+Each later row is also compared with the first, sequence by sequence: KL, and squared gradient error
+relative to the squared gradient. A rule, set before the second command first ran on
+SmolLM2-135M-Instruct and on Qwen2.5-Coder-0.5B-Instruct, decides for each model and measure, over
+both texts: with difference d of the means and its standard error s over the sequences (paired), the
+row is
+
+    no worse    if d + 2 s is at most 5% of the first row's mean (10% of a squared error)
+    worse       if d - 2 s is above 0
+    undecided   otherwise
+
+5% is a third or less of the KL of `bf16` itself on these models, 0.0007 nats. The expectation: the
+KL of `integer` is 0 to 15% higher than that of `int8`, since queries and the head's weights are in
+INT8 too; it gains in attention's P, which has 15 bits. Its gradients are no worse than with
+`grad_output=int8`: linear layers are the same, and attention's dO and dS have 15 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +46,10 @@ from jetrl import Policy
 from jetrl.models.families import linear_layers
 from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import select_backend
 
-LENGTH = 512  # tokens per sequence
-SEQUENCES = 8  # of the gradients
+MARGIN = {"kl": 0.05, "gradient_error": 0.1}  # of the first row's mean
+PAIRED = {"kl": "kl_each", "gradient_error": "gradient_error_squared_each"}
 
 
 def policy_of(row: str, model: str, device: torch.device) -> Policy:
@@ -40,19 +60,22 @@ def policy_of(row: str, model: str, device: torch.device) -> Policy:
     values = {k: int(v) if v.isdigit() else known.get(v, v) for k, v in options.items()}
     directory = next((word[1:] for word in words if word.startswith("@")), model)
     plan = PrecisionPlan.preset(preset).replace(**values)
+    select_backend(defined=plan.defined)
     return Policy.from_pretrained(directory, plan, str(device))
 
 
-def sequences(path: str, text: Path, tokens: int, device: torch.device) -> Tensor:
-    """Return token ids [sequences, LENGTH] of at least `tokens` tokens of text, if it has as many.
+def sequences(path: str, text: Path, tokens: int, length: int) -> Tensor:
+    """Return token ids [sequences, length] of the text's first tokens, as many as it has.
 
     Args:
         text: JSON lines: a question and an answer in the model's chat template, or a prompt and a
-            completion, joined.
+            completion, joined. Another file than .jsonl is one text.
     """
     tokenizer = AutoTokenizer.from_pretrained(path)
-    ids: list[int] = []
-    for line in text.read_text(encoding="utf-8").splitlines():
+    whole = text.read_text(encoding="utf-8")
+    lines = whole.splitlines() if text.suffix == ".jsonl" else []
+    ids: list[int] = [] if lines else tokenizer(whole)["input_ids"]
+    for line in lines:
         row = json.loads(line)
         if "question" in row:
             roles = (("user", row["question"]), ("assistant", row["answer"]))
@@ -63,33 +86,54 @@ def sequences(path: str, text: Path, tokens: int, device: torch.device) -> Tenso
             ids.append(tokenizer.eos_token_id)
         if len(ids) >= tokens:
             break
-    return torch.tensor(ids[: len(ids) // LENGTH * LENGTH], device=device).view(-1, LENGTH)
+    count = min(tokens, len(ids)) // length
+    return torch.tensor(ids[: count * length]).view(count, length)
 
 
 @torch.no_grad()
 def forward_errors(truth: Any, policy: Policy, ids: Tensor) -> Row:
-    ends = torch.tensor([0, LENGTH])
-    sums = torch.zeros(3, dtype=torch.float64, device=ids.device)
+    length = ids.shape[1]
+    ends = torch.tensor([0, length])
+    sums = torch.zeros(2, dtype=torch.float64, device=ids.device)
+    kls: list[float] = []
     for one in ids:
         true = truth(one[None]).logits[0].log_softmax(-1)
         inputs = ForwardInputs.packed(one, ends).to(ids.device)
-        hidden = policy.packed_hidden(inputs, ends, torch.arange(LENGTH, device=ids.device))
+        hidden = policy.packed_hidden(inputs, ends, torch.arange(length, device=ids.device))
         found = policy.decoder.logits(hidden, "train").log_softmax(-1)
         drawn = (true - found)[:-1].gather(1, one[1:, None])
         greedy = (true.argmax(-1) != found.argmax(-1)).sum()
-        kl = (true.exp() * (true - found)).sum()
-        sums += torch.stack([kl, drawn.abs().sum(), greedy]).double()
-    kl, error, greedy = (sums / ids.numel()).tolist()
-    return {"kl": round(kl, 6), "logprob_error": round(error, 5), "greedy": round(greedy, 5)}
+        kls.append((true.exp() * (true - found)).sum().item() / length)
+        sums += torch.stack([drawn.abs().sum(), greedy]).double()
+    error, greedy = (sums / ids.numel()).tolist()
+    return {
+        "kl": round(statistics.mean(kls), 6),
+        "logprob_error": round(error, 5),
+        "greedy": round(greedy, 5),
+        PAIRED["kl"]: [round(kl, 7) for kl in kls],
+    }
 
 
-def gradients(truth: Any, policy: Policy, ids: Tensor) -> Row:
-    loss = -torch.cat(policy.logprobs(ids.tolist())).mean()
-    loss.backward()
+def gradient_errors(truth: Any, policy: Policy, ids: Tensor) -> Row:
+    """Return the errors of the gradients of each sequence's cross-entropy."""
+    squares, cosines = zip(*(_of_one(truth, policy, one[None]) for one in ids), strict=True)
+    return {
+        "gradient_error": round(statistics.mean(squares) ** 0.5, 4),
+        "gradient_cosine": round(statistics.mean(cosines), 5),
+        PAIRED["gradient_error"]: [round(square, 6) for square in squares],
+    }
+
+
+def _of_one(truth: Any, policy: Policy, ids: Tensor) -> tuple[float, float]:
+    """Return the squared relative error and the cosine of the gradients for one sequence."""
+    masters = policy.master_weights()
+    for master in masters.values():
+        master.grad = None
+    (-torch.cat(policy.logprobs(ids.tolist())).mean()).backward()
     logits = truth(ids).logits[:, :-1].flatten(0, 1)
     truth.zero_grad()
     functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
-    named, masters = dict(truth.named_parameters()), policy.master_weights()
+    named = dict(truth.named_parameters())
     errors = trues = founds = products = 0.0
     for layer, parts in linear_layers(policy.config).items():
         true = torch.cat([named[part.name].grad for part in parts]).double()
@@ -100,10 +144,28 @@ def gradients(truth: Any, policy: Policy, ids: Tensor) -> Row:
         trues += true.square().sum().item()
         founds += found.square().sum().item()
         products += (found * true).sum().item()
-    return {
-        "gradient_error": round((errors / trues) ** 0.5, 4),
-        "gradient_cosine": round(products / (trues * founds) ** 0.5, 5),
-    }
+    return errors / trues, products / (trues * founds) ** 0.5
+
+
+def compared(rows: Sequence[Row], first: Sequence[Row]) -> Row:
+    """Return the comparison of a plan's rows with those of the first plan, text by text."""
+    found: Row = {"plan": rows[0]["plan"], "against": first[0]["plan"]}
+    for measure, key in PAIRED.items():
+        ours, theirs = ([x for row in each for x in row.get(key, ())] for each in (rows, first))
+        if len(ours) < 2 or len(ours) != len(theirs):
+            continue
+        differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+        mean, base = statistics.mean(differences), statistics.mean(theirs)
+        error = statistics.stdev(differences) / len(differences) ** 0.5
+        verdict = "worse" if mean - 2 * error > 0 else "undecided"
+        if mean + 2 * error <= MARGIN[measure] * base:
+            verdict = "no worse"
+        found |= {
+            f"{measure}_change_percent": round(100 * mean / base, 2),
+            f"{measure}_standard_error_percent": round(100 * error / base, 2),
+            f"{measure}_verdict": verdict,
+        }
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,32 +173,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="a Hugging Face directory")
     parser.add_argument("--row", action="append", required=True, help="PLAN [KEY=VALUE ...] [@DIR]")
-    parser.add_argument("--text", type=Path, default=Path("data/gsm8k/test.jsonl"))
-    parser.add_argument("--tokens", type=int, default=20480)
+    parser.add_argument("--text", type=Path, action="append", help="repeatable; default: GSM8K")
+    parser.add_argument("--tokens", type=int, default=20480, help="of each text")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    parser.add_argument("--gradients", type=int, default=8, help="sequences of each text; 0: none")
     parser.add_argument("--out", default="build/bench/plan_error.json")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     module: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     truth = module.to(device)
-    ids = sequences(args.model, args.text, args.tokens, device)
-    rows: list[Row] = []
+    texts = args.text or [Path("data/gsm8k/test.jsonl")]
+    ids = {t.name: sequences(args.model, t, args.tokens, args.length).to(device) for t in texts}
+    command = command_typed("python -m benchmarks.plan_error", argv)
+    facts: Row = {"model": Path(args.model).name, "tokens": {t: x.numel() for t, x in ids.items()}}
+    rows: list[list[Row]] = []
+
+    def save() -> None:
+        facts["comparisons"] = [compared(each, rows[0]) for each in rows[1:]]
+        write_results(args.out, "plan_error", command, [r for each in rows for r in each], **facts)
+
     for row in args.row:
         policy = policy_of(row, args.model, device)
-        made: Row = {"plan": row.partition(" @")[0], **forward_errors(truth, policy, ids)}
-        if "@" not in row:
-            made |= gradients(truth, policy, ids[:SEQUENCES])
-        rows.append(made)
+        rows.append([])
+        for text, some in ids.items():
+            made = {"plan": row.partition(" @")[0], "text": text}
+            rows[-1].append(made | forward_errors(truth, policy, some))
+        save()  # gradients take longer
+        if "@" not in row and args.gradients:
+            for made, some in zip(rows[-1], ids.values(), strict=True):
+                made |= gradient_errors(truth, policy, some[: args.gradients])
         del policy
-    facts = {"model": Path(args.model).name, "tokens": ids.numel()}
-    write_results(
-        args.out,
-        "plan_error",
-        command_typed("python -m benchmarks.plan_error", argv),
-        rows,
-        **facts,
-    )
-    print_table(rows)
+        save()
+    print_table([{k: v for k, v in row.items() if k[-4:] != "each"} for x in rows for row in x])
+    print_table(facts["comparisons"])
 
 
 if __name__ == "__main__":
