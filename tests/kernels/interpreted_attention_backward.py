@@ -129,7 +129,7 @@ def use_maxima_of_numpy() -> None:
     reduce = interpreter.ReduceOps.apply_impl
 
     def apply(self: Any, inputs: Any) -> Any:
-        if self.combine_fn is not attention_copies._larger:
+        if self.combine_fn is not attention_copies._larger_or_nan:
             return reduce(self, inputs)
         largest = np.max(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
         return (self.to_tensor(largest, inputs[0].dtype),)

@@ -86,9 +86,7 @@ class _Attention(Protocol):
         scales: str, split_keys: int, queries: SequenceQueries | None, /) -> QTensor: ...
 
 
-class Kernels(_Fused, _Attention, Protocol):
-    """All kernels of a backend; those below have the names of the public operations."""
-
+class _OfOtherPlans(_Fused, _Attention, Protocol):
     def adamw_(self, master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor,
                scalars: AdamWScalars, /) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
@@ -100,11 +98,6 @@ class Kernels(_Fused, _Attention, Protocol):
     def lm_head_logprobs(
         self, hidden: Tensor, master: Tensor, weight: Tensor, chosen: Tensor, temperature: float,
         *, recompute: bool, gradients: Gradients) -> tuple[Tensor, Tensor]: ...
-
-    def exact_logprobs(self, logits: Tensor, chosen: Tensor, temperature: Tensor,
-                       /) -> tuple[Tensor, Tensor]: ...
-    def exact_logits_gradient(self, logits: Tensor, chosen: Tensor, temperature: Tensor,
-                              grad: Tensor, /) -> Tensor: ...
 
     # kernels.sampling
     def sample(self, logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor,
@@ -125,6 +118,19 @@ class Kernels(_Fused, _Attention, Protocol):
         /) -> None: ...
 
 
+class Kernels(_OfOtherPlans, Protocol):
+    """All kernels of a backend; most have the names of public operations.
+
+    A table has those for plans that are defined for every machine, or those for other plans.
+    """
+
+    # kernels.logprob, of plans that are defined for every machine
+    def exact_logprobs(self, logits: Tensor, chosen: Tensor, temperature: Tensor,
+                       /) -> tuple[Tensor, Tensor]: ...
+    def exact_logits_gradient(self, logits: Tensor, chosen: Tensor, temperature: Tensor,
+                              grad: Tensor, /) -> Tensor: ...
+
+
 # fmt: on
 
 
@@ -132,7 +138,8 @@ class Kernels(_Fused, _Attention, Protocol):
 def _hopper() -> Kernels:
     from jetrl.kernels import hopper
 
-    return hopper
+    table: _OfOtherPlans = hopper
+    return cast(Kernels, table)
 
 
 @functools.cache

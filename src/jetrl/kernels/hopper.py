@@ -1,4 +1,4 @@
-"""Kernel table of the Hopper backend: the names that `kernels.backend.Kernels` declares."""
+"""Hopper's kernels of plans without defined bits, named by `kernels.backend.Kernels`."""
 
 # ruff: noqa: F401, I001  (re-exports for the protocol)
 
@@ -20,7 +20,6 @@ from jetrl.kernels.norm_triton import (
     block_squares, rms_norm, rms_norm_backward, rms_norm_forward, rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.kernels.portable.logprob import exact_logits_gradient, exact_logprobs
 from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.sampling_triton import sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize

@@ -36,26 +36,37 @@ if TYPE_CHECKING:
 # fmt: off
 
 
-class Arithmetic(Protocol):
-    """The kernels of a device, named after public operations, with the bits of their references."""
+class _OfAllPlans(Protocol):
+    # precision.int8
+    def int8_rows(self, x: Tensor, out: QTensor | None, /) -> QTensor: ...
+    def int8_tokens(self, x: Tensor, /) -> QTensor: ...
+    def int8_turned(self, w: QTensor, /) -> QTensor: ...
+    def int8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
 
+    # precision.quantize
+    def empty_weight(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
+                     /) -> QTensor: ...
+
+    # precision.gradients
+    def add_products(self, products: Tensor, total: Tensor | None, begun: bool, /) -> Tensor: ...
+
+
+class _OfDefinedPlans(_OfAllPlans, Protocol):
+    # precision.int8_planes
+    def planes_of_hidden(self, x: Tensor, /) -> Planes: ...
+    def planes_fprop(self, x: Planes, w: QTensor, /) -> Tensor: ...
+    def planes_dgrad(self, dy: Tensor, w: QTensor, /) -> Tensor: ...
+    def add_planes_wgrad(self, total: Tensor, dy: Tensor, x: Planes, /) -> None: ...
+
+
+class _OfOtherPlans(_OfAllPlans, Protocol):
     # precision.gemm
     def fp8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
     def bf16_matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, /) -> Tensor: ...
     def bf16_matmul_free(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, /) -> Tensor: ...
 
     # precision.int8
-    def int8_rows(self, x: Tensor, out: QTensor | None, /) -> QTensor: ...
-    def int8_tokens(self, x: Tensor, /) -> QTensor: ...
-    def int8_turned(self, w: QTensor, /) -> QTensor: ...
     def int8_squares_turned(self, w: QTensor, /) -> QTensor: ...
-    def int8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
-
-    # precision.int8_planes
-    def planes_of_hidden(self, x: Tensor, /) -> Planes: ...
-    def planes_fprop(self, x: Planes, w: QTensor, /) -> Tensor: ...
-    def planes_dgrad(self, dy: Tensor, w: QTensor, /) -> Tensor: ...
-    def add_planes_wgrad(self, total: Tensor, dy: Tensor, x: Planes, /) -> None: ...
 
     # precision.nvfp4
     def nvfp4_order(self, q: NVFP4Tensor, /) -> OrderedNVFP4: ...
@@ -71,8 +82,6 @@ class Arithmetic(Protocol):
                         /) -> QTensor: ...
     def turned_weight(self, q: QTensor, /) -> QTensor: ...
     def dithered_bf16(self, x: Tensor, name: str, first_row: int, /) -> Tensor: ...
-    def empty_weight(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
-                     /) -> QTensor: ...
 
     # precision.adapter
     def project_down(self, x: Tensor, down: Tensor, arrived: Tensor, /) -> Tensor: ...
@@ -84,8 +93,12 @@ class Arithmetic(Protocol):
     def nvfp4_adapted_matmul(self, x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight,
                              /) -> tuple[Tensor, Tensor]: ...
 
-    # precision.gradients
-    def add_products(self, products: Tensor, total: Tensor | None, begun: bool, /) -> Tensor: ...
+
+class Arithmetic(_OfDefinedPlans, _OfOtherPlans, Protocol):
+    """The kernels of a device, named after public operations, with the bits of their references.
+
+    A table has those for plans that are defined for every machine, or those for other plans.
+    """
 
 
 # fmt: on
@@ -109,7 +122,7 @@ class Backend:
     """
 
     name: str
-    table: Callable[[], Arithmetic | None]
+    table: Callable[[], _OfDefinedPlans | _OfOtherPlans | None]
     fused: torch.dtype | None
     logits_at_once: int
     kernels: str = ""
@@ -125,7 +138,7 @@ class Backend:
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
         """The kernels for this package; None if references are used."""
-        return self.table()
+        return cast(Arithmetic | None, self.table())
 
     def check_attention(self, head_dim: int, group: int) -> None:
         """Raise a UserError if no kernel supports heads with `group` query heads per key head."""
@@ -166,22 +179,22 @@ class Backend:
             )
 
 
-def _hopper() -> Arithmetic:
+def _hopper() -> _OfOtherPlans:
     from jetrl.precision.hopper import operations
 
     return operations
 
 
-def _hopper_defined() -> Arithmetic:
+def _hopper_defined() -> _OfDefinedPlans:
     from jetrl.precision.hopper import defined
 
-    return cast(Arithmetic, defined)
+    return defined
 
 
-def _triton() -> Arithmetic:
+def _triton() -> _OfDefinedPlans:
     from jetrl.precision.triton import operations
 
-    return cast(Arithmetic, operations)
+    return operations
 
 
 REFERENCE = Backend("reference", lambda: None, None, logits_at_once=2**24, defined=True)

@@ -41,7 +41,7 @@ _QUERIES = tl.constexpr(BACKWARD_QUERIES)
 
 
 @triton.jit
-def _larger(x, y):
+def _larger_or_nan(x, y):
     """Return the maximum of x and y, or NaN if x or y is NaN."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
@@ -49,13 +49,13 @@ def _larger(x, y):
 @triton.jit
 def largest_of_rows(x):
     size = tl.abs(x)
-    return tl.reduce(size, 1, _larger)
+    return tl.reduce(size, 1, _larger_or_nan)
 
 
 @triton.jit
 def multiplier_and_scale(largest):
     """Return 2**(15 - t) and 2**(t - 15) of groups with the maximum r; NaN if it is not finite."""
-    top = _larger(largest * _ROOM, _SMALLEST)
+    top = _larger_or_nan(largest * _ROOM, _SMALLEST)
     exponent = top.to(tl.int32, bitcast=True)
     exponent = exponent >> 23  # t + 126
     multiplier = (268 - exponent) << 23

@@ -58,7 +58,7 @@ _SMALLEST_EXACT, _LARGEST_EXACT = tl.constexpr(2.0**-26), tl.constexpr(2.0**96)
 
 
 @triton.jit
-def _larger(a, b):
+def _larger_bits(a, b):
     return tl.maximum(a, b)
 
 
@@ -118,7 +118,7 @@ def _stage_kernel(
     # Scales are not negative: their bits have their order, and NaN is above all.
     finite = bad_state(k_scale, v_scale) == 0.0
     bits = tl.where(finite, v_scale.to(tl.int32, bitcast=True), _NAN_BITS)
-    largest = tl.associative_scan(bits, 0, _larger).to(tl.float32, bitcast=True)
+    largest = tl.associative_scan(bits, 0, _larger_bits).to(tl.float32, bitcast=True)
     whole = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     pairs = pairs_out + out_block * (4 * KEYS) + n
     tl.store(pairs, largest)

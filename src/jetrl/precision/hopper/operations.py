@@ -1,4 +1,4 @@
-"""Kernel table of the Hopper backend: the names that `precision.backend.Arithmetic` declares."""
+"""Hopper's kernels of plans without defined bits, named by `precision.backend.Arithmetic`."""
 
 # ruff: noqa: F401  (re-exports for the protocol)
 
@@ -19,12 +19,6 @@ from jetrl.precision.nvfp4 import hopper_order as nvfp4_order
 from jetrl.precision.triton.add import add_products
 from jetrl.precision.triton.bf16 import bf16_matmul, bf16_matmul_free
 from jetrl.precision.triton.int8 import int8_rows, int8_squares_turned, int8_tokens, int8_turned
-from jetrl.precision.triton.int8_planes import (
-    add_planes_wgrad,
-    planes_dgrad,
-    planes_fprop,
-    planes_of_hidden,
-)
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.quantize import (
     dithered_bf16,

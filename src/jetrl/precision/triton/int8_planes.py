@@ -33,6 +33,7 @@ from jetrl.precision.triton.portable_int8 import (
     rows_class,
     within,
 )
+from jetrl.precision.triton.quantize import abs_bits, scale_and_multiplier
 
 # Tiles by the largest number of rows (0: more); the small ones fit in 99 KB of shared memory.
 _LARGE_FPROP = {
@@ -92,20 +93,6 @@ def _rotated(x, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(x):
-    """Return the int32 bits of |x|, which order like |x|, with NaN above Inf."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale_and_multiplier(bits):
-    """Return the scale and the multiplier of values whose maximum has these bits."""
-    amax = tl.maximum(bits, _FLOOR).to(tl.float32, bitcast=True)
-    top = tl.zeros_like(amax) + _TOP
-    return tl.math.div_rn(amax, top), tl.math.div_rn(top, amax)
-
-
-@triton.jit
 def _planes(x):
     """Return the high and low plane, int8, of float32 x times its multiplier."""
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -_TOP), _TOP), 0.0)
@@ -121,7 +108,7 @@ def _hidden_kernel(x_ptr, high_ptr, low_ptr, scales_ptr, row_stride, D, WIDTH: t
     columns = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
     x = tl.reshape(_rotated(tl.reshape(x, (WIDTH // 64, 64)), WIDTH // 64), (WIDTH,))
-    scale, multiplier = _scale_and_multiplier(tl.max(_magnitudes(x), 0))
+    scale, multiplier = scale_and_multiplier(tl.max(abs_bits(x), 0), _TOP, _FLOOR, False)
     high, low = _planes(x * multiplier)
     tl.store(high_ptr + row * D + columns, high, mask=columns < D)
     tl.store(low_ptr + row * D + columns, low, mask=columns < D)
@@ -202,7 +189,7 @@ def _block_planes_kernel(
     places = pointers(dy_ptr, rows, tokens, row_stride)
     s = load_scales(w_scales_ptr, tokens, left)
     x = tl.load(places, mask=mask, other=0.0) * s[None, :]
-    scale, multiplier = _scale_and_multiplier(tl.max(_magnitudes(x), 1))
+    scale, multiplier = scale_and_multiplier(tl.max(abs_bits(x), 1), _TOP, _FLOOR, False)
     high, low = _planes(x * multiplier[:, None])
     tl.store(pointers(high_ptr, rows, tokens, slab), high, mask=(rows < R)[:, None])
     tl.store(pointers(low_ptr, rows, tokens, slab), low, mask=(rows < R)[:, None])
@@ -293,8 +280,8 @@ def _token_planes_kernel(
     for first in range(0, R, ROWS):
         rows = first + tl.arange(0, ROWS)
         x = _scaled(dy_ptr, x_scales_ptr, rows, R, columns, tokens, row_stride)
-        bits = tl.maximum(bits, tl.max(_magnitudes(x), 0))
-    scale, multiplier = _scale_and_multiplier(bits)
+        bits = tl.maximum(bits, tl.max(abs_bits(x), 0))
+    scale, multiplier = scale_and_multiplier(bits, _TOP, _FLOOR, False)
     tl.store(scales_ptr + columns, scale, mask=inside)
     for first in range(0, depth, ROWS):
         rows = first + tl.arange(0, ROWS)
