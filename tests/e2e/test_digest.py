@@ -17,6 +17,7 @@ from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
+from jetrl.settings.loading import to_toml
 from jetrl.training.checkpoint_files import fingerprint
 
 STEPS = ["sft.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9", "loop.steps=3"]
@@ -110,6 +111,37 @@ def test_a_resumed_run_has_the_digest_of_an_uncut_one(
     assert resumed.digest == first.digest
     code, said = compared(capsys, first.run_path, resumed.run_path)
     assert (code, said) == (0, f"cut: the same digest as first after step 3: {first.digest}")
+
+
+def as_of_a_gpu(path: Path, backend: str) -> None:
+    """Change the settings and the log of attempts of a run to those that a GPU's run would have."""
+    settings = load_config(path / "config.toml", ["run.device=cuda", f"run.backend={backend}"])
+    (path / "config.toml").write_text(to_toml(settings))
+    attempts = path / "attempts.jsonl"
+    there = {'"device": "cpu"': '"device": "cuda:0"', '"reference"': f'"{backend}"'}
+    for here, gpu in there.items():
+        assert here in attempts.read_text()
+        attempts.write_text(attempts.read_text().replace(here, gpu))
+
+
+@pytest.mark.parametrize("backend, preset", [("triton", "integer"), ("hopper", "unified")])
+def test_a_run_of_a_gpu_continues_on_a_cpu(
+    backend: str, preset: str, first: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_preset = f"precision.preset={preset}"
+    uncut = first if preset == "unified" else run(tmp_path, "uncut", of_preset)
+    path = without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    as_of_a_gpu(path, backend)
+    words = ["train", str(path / "config.toml"), "--resume"]
+    assert main(words) == 2
+    assert f"run.backend = {backend} needs" in capsys.readouterr().err
+    assert main([*words, "run.device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert lines_of(path)["rl", 3]["digest"]["run"] == uncut.digest
+    own = load_config(path / "config.toml").run
+    assert (own.device, own.backend) == ("cpu", "auto")
+    said = f"on cuda with backend {backend}, and continues on cpu with backend reference: with"
+    assert (said in out) == (preset != "integer"), "only integer has the same bits on both"
 
 
 def test_a_run_with_other_weights_differs_from_the_first_step_on(

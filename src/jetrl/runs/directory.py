@@ -131,9 +131,18 @@ def path_of_run(settings: Settings) -> Path:
 
 
 def settings_of_resume(settings: Settings) -> Settings:
-    """Return the settings of a resume, with the formats that its preset had at the start."""
-    # `unified` had FP8 keys before INT8 keys; `bf16` and `mixed` rounded to nearest.
+    """Return the settings of a resume, with the formats that its preset had at the start.
+
+    A run that continues on a CPU leaves the kernels of its GPU behind.
+    """
     run = RunDirectory(path_of_run(settings))
+    stored = run.config().get("run", {}) if (run.path / "config.toml").is_file() else {}
+    moved = settings.run.device == "cpu" and stored.get("device", "auto") != "cpu"
+    kept = settings.run.backend == stored.get("backend")
+    if moved and kept and settings.run.backend != "reference":
+        here = settings.run.model_copy(update={"backend": "auto"})
+        settings = settings.model_copy(update={"run": here})
+    # `unified` had FP8 keys before INT8 keys; `bf16` and `mixed` rounded to nearest.
     precision, preset = settings.precision, PRESETS[settings.precision.preset]
     plan = run.plan() if (run.path / "plan.json").is_file() else {}
     if plan.get("name") != precision.preset:

@@ -22,6 +22,7 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.memory.plan import GIB, shown
+from jetrl.precision.backend import backend_for
 from jetrl.precision.plan import words_of
 from jetrl.rollout.options import Progress
 from jetrl.runs.attempts import StatusFile
@@ -108,7 +109,24 @@ class TrainingRun:
             self.directory.write_reading(context.task.reading)
         # Record the start in attempts.jsonl now, and the end when the stack closes.
         facts = {"plan": model.plan.name, "device": str(model.device)}
+        facts["backend"] = backend_for(model.device).name
+        if resume and not model.plan.defined:
+            self._note_other_bits(facts)
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
+
+    def _note_other_bits(self, facts: Mapping[str, str]) -> None:
+        """Note that a resumed run has other bits than before, on another kind of device."""
+        attempts = self.directory.attempts()
+        before = attempts[-1].notes if attempts else {}
+        kinds = [
+            " with backend ".join(notes[key].partition(":")[0] for key in ("device", "backend"))
+            for notes in ({**facts, **before}, facts)
+        ]
+        if kinds[0] != kinds[1]:
+            self.directory.notes.append(
+                f"this run was on {kinds[0]}, and continues on {kinds[1]}: with other bits from "
+                f"here on than a run that was not stopped, under plan {facts['plan']}"
+            )
 
     def _open_trackers(self, stack: contextlib.ExitStack) -> None:
         """Open the trackers on rank 0; all ranks raise its errors."""
