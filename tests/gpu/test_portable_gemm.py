@@ -129,7 +129,7 @@ def test_slabs_and_tiles_of_other_gpus_change_no_bit(
     logits, expected = reference.planes_fprop_ref(x, w), torch.zeros(5001, 320, device="cuda")
     reference.add_planes_wgrad_ref(expected, dy, x)
     monkeypatch.setattr(int8_planes, "memory_class", lambda device: memory)
-    monkeypatch.setattr(int8_planes, "SLAB", 2**19)
+    monkeypatch.setattr(int8_planes, "SLAB_BYTES", 2**19)
     check(f"fprop, {memory}", int8_planes.planes_fprop(x, w), logits)
     check(f"dgrad, {memory}", int8_planes.planes_dgrad(dy, w), dx)
     total = torch.zeros(5001, 320, device="cuda")

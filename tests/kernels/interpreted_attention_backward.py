@@ -111,7 +111,7 @@ def differences(case: Case, device: torch.device) -> list[str]:
     q, o = inputs[0].detach(), out.detach()
     shapes = (module._Tile(case.rows, 4, 2),) * 3 if case.rows else module._tiles_of(device)
     with (
-        mock.patch.object(module, "SUMS_BYTES", case.sums_bytes),
+        mock.patch.object(module, "INTEGER_SUMS_BYTES", case.sums_bytes),
         mock.patch.object(module, "_tiles_of", return_value=shapes),
     ):
         got = module.attention_backward(do, q, codes, o, statistics, tiles)

@@ -123,7 +123,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     found = compare_products() | compare_sums()
     for size in (2**25, 2**15):  # one slab, and several
-        int8_planes.SLAB = size
+        int8_planes.SLAB_BYTES = size
         for case in HEADS:
             found |= {f"{name}, slabs of {size}": n for name, n in compare_head(*case).items()}
     found |= compare_head(140, 64, 600, largest=True)

@@ -56,15 +56,16 @@ class GateShape(Mixer):
     def cached_bytes(self, kv: object) -> int:
         return 0
 
-    staged_bytes = cached_bytes
+    def staged_bytes(self, kv: object, queries: object) -> int:
+        return 0
 
-    def kept_bytes(self, wide: int, kv: object) -> int:
+    def kept_bytes(self, wide: int, kv: object, queries: object) -> int:
         return 3 * wide * self.gate_size
 
-    def forward_bytes(self, hidden: int, wide: int) -> int:
+    def forward_bytes(self, hidden: int, wide: int, splits: int) -> int:
         return wide * (3 * hidden + 3 * self.gate_size)
 
-    def backward_bytes(self, tokens: int, longest: int, shared: bool) -> int:
+    def backward_bytes(self, tokens: int, longest: int, shared: bool, queries: object) -> int:
         return 10**12
 
 

@@ -23,11 +23,12 @@ from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.block import LayerHalf
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.precision.backend import rows_at_once
+from jetrl.precision.backend import TRITON, rows_at_once
 from jetrl.precision.formats import key_and_value_formats, number_format
+from jetrl.precision.int8_planes import rows_per_chunk
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.precision.quantize import FP8_BLOCK
+from jetrl.precision.quantize import FP8_BLOCK, SLAB_BYTES
 
 # As in precision.gradients: bytes that are exchanged at once, and the number of such exchanges in
 # flight, including one that was just started.
@@ -127,7 +128,8 @@ def kept_bytes(
         # Per norm: the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
         block = wide * layer.block.kept_values(hidden, inputs)
-        layers.append(2 * entered + layer.mixer.kept_bytes(wide, kv) + block)
+        mixer = layer.mixer.kept_bytes(wide, kv, number_format(plan.queries))
+        layers.append(2 * entered + mixer + block)
     if lora is not None:
         for name, shape in lora.shapes(config).items():
             layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank
@@ -149,16 +151,33 @@ def on_top_bytes(
     in_layer = wgrad.in_layer + layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
         return in_layer
-    logits = logits_bytes(config, batch.tokens)
+    if number_format(plan.lm_head).two_planes:
+        return max(in_layer, _planes_head_bytes(config, batch.tokens, wgrad.in_head))
+    logits = logits_bytes(config, plan, batch.tokens)
     hidden = 10 * batch.tokens * config.hidden_size + wgrad.in_head
     if recomputed:
         return max(in_layer, logits + logits // 2 + hidden)
     return max(in_layer, 2 * batch.tokens * config.vocab_size + max(logits, hidden))
 
 
-def logits_bytes(config: ModelConfig, tokens: int) -> int:
+def logits_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
     """Return the bytes of one chunk of float32 logits."""
-    return 4 * min(tokens, rows_at_once(config.vocab_size)) * config.vocab_size
+    rows = rows_at_once(config.vocab_size)
+    if number_format(plan.lm_head).two_planes:
+        rows = max(1, TRITON.logits_at_once // config.vocab_size)
+    return 4 * min(tokens, rows) * config.vocab_size
+
+
+def _planes_head_bytes(config: ModelConfig, tokens: int, wgrad: int) -> int:
+    """Return the maximum bytes of the head's backward in INT8 planes (models/planes_head.py)."""
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    rows = min(tokens, rows_per_chunk(vocabulary))
+    dlogits = 4 * rows * vocabulary
+    # Planes of hidden rows, and their gradient: that of the chunk is also in float32.
+    held = 2 * hidden * (tokens + rows) + wgrad
+    # DGrad and WGrad hold three operands of at most a slab each, and those of WGrad are padded.
+    slabs = 3 * SLAB_BYTES + 6 * hidden * rows
+    return held + dlogits + max(dlogits, slabs)
 
 
 def layer_backward_bytes(
@@ -172,7 +191,8 @@ def layer_backward_bytes(
             block = layer.block.adapted_backward_bytes(hidden, tokens, format, widened)
         else:
             block = layer.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
-        mixer = layer.mixer.backward_bytes(tokens, batch.longest, batch.shared)
+        queries = number_format(plan.queries)
+        mixer = layer.mixer.backward_bytes(tokens, batch.longest, batch.shared, queries)
         most = max(most, block, mixer)
     return most
 
@@ -193,17 +213,25 @@ def last_bytes(
 
 
 def forward_bytes(
-    config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    tokens: int,
+    contexts: int = 0,
+    adapted: bool = False,
+    splits: int = 1,
 ) -> int:
     """Return the maximum bytes of a forward without gradients or logits.
 
-    `contexts` is the number of tokens whose keys and values attention stages in 16 bits; 0 for only
-    those of the forward. Adapters read BF16 values in addition to codes.
+    `contexts` is the number of tokens whose keys and values attention stages; 0 for only those of
+    the forward. Adapters read BF16 values in addition to codes. Decode has up to `splits` parts of
+    a context.
     """
     wide, hidden = activation_bytes(plan), config.hidden_size
     layers = set(config.layers)
-    block = max(wide * layer.block.forward_values(hidden, adapted) for layer in layers)
-    mixer = max(layer.mixer.forward_bytes(hidden, wide) for layer in layers)
+    # With defined bits, SwiGLU has BF16 values before codes, as with adapters.
+    values = adapted or plan.defined
+    block = max(wide * layer.block.forward_values(hidden, values) for layer in layers)
+    mixer = max(layer.mixer.forward_bytes(hidden, wide, splits) for layer in layers)
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
     product = _nvfp4_product_bytes(config, plan, tokens)
     return max(tokens * block, tokens * mixer + earlier) + product

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 from jetrl.distributed.shards import shard_of
 from jetrl.errors import named
 from jetrl.kernels.adamw import state_bytes
+from jetrl.kernels.attention.layout import SPLIT_KEYS
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.pages import gpu_pages, most_contexts, most_rows, text_bytes
@@ -328,17 +329,24 @@ class MemoryPlan:
         drafts = verified_drafts(rollout.speculation, self._plan.exact, device, rollout.oversample)
         rows = most_rows(load.sequences, drafts)
         logit = 4 * config.vocab_size
-        graphs = self._forward_bytes(rows) + rows * logit
+        splits = -(-load.tokens // (self._plan.attention_split or SPLIT_KEYS))
+        graphs = self._forward_bytes(rows, splits=splits) + rows * logit
         text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
         kept: tuple[Moment, ...] = self._moments if self._on_gpu else ("rollout",)
         decode = dict.fromkeys(kept, graphs) | {"rollout": graphs + load.sequences * logit}
         self._add("decode's graphs and logits", decode)
         self._add("text of drafts", dict.fromkeys(kept, text))
 
-    def _forward_bytes(self, tokens: int, contexts: int = 0) -> int:
+    def _forward_bytes(self, tokens: int, contexts: int = 0, splits: int = 1) -> int:
         """Return the bytes of a forward of the policy during sampling."""
-        adapted = self._settings.adapter.kind is not None
-        return activations.forward_bytes(self._config, self._plan, tokens, contexts, adapted)
+        return activations.forward_bytes(
+            self._config,
+            self._plan,
+            tokens,
+            contexts,
+            adapted=self._settings.adapter.kind is not None,
+            splits=splits,
+        )
 
     def _add_forwards(self) -> None:
         rollout, load, reward = self._settings.rollout, self._load, self._others.reward
@@ -350,7 +358,7 @@ class MemoryPlan:
         if "reference" in self._moments:
             reference = self._others.reference or self._config
             size = activations.forward_bytes(reference, self._plan, tokens)
-            size += activations.logits_bytes(reference, tokens)
+            size += activations.logits_bytes(reference, self._plan, tokens)
             self._add(f"reference: a forward of {tokens} tokens", {"reference": size})
 
     def _add_training(

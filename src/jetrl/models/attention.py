@@ -30,7 +30,7 @@ from jetrl.models.mixer import AttentionShape
 from jetrl.models.packed import Stems
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import has_kernels
-from jetrl.precision.formats import Format, key_and_value_formats
+from jetrl.precision.formats import Format, key_and_value_formats, number_format
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor
@@ -45,7 +45,8 @@ def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
 def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the maximum bytes per token that a layer stages on a GPU to read the cache."""
     kv = key_and_value_formats(plan.kv)
-    return max(layer.mixer.staged_bytes(kv) for layer in config.layers)
+    queries = number_format(plan.queries)
+    return max(layer.mixer.staged_bytes(kv, queries) for layer in config.layers)
 
 
 class KeyValues(Protocol):

@@ -141,10 +141,12 @@ class DenseShape(Block):
             return residual + (2 + 4) * inner * tokens + (2 + 2) * hidden * tokens + gradient
         if not format.grouped or inner % group:
             # Not fused. While dY of gate_up is quantized: dY of SwiGLU and of gate_up in BF16, two
-            # codes of each value of the latter, and codes of SwiGLU's output.
-            quantized = (2 + 4 + 2 * 2 + 1) * inner * tokens
-            # While dW of gate_up is computed: codes of its dY; dX, X in BF16, and codes of X.
-            wgrad = 2 * 2 * inner * tokens + (2 + 2 + 1) * hidden * tokens + dw + gradient
+            # codes of each value of the latter, and codes of SwiGLU's output. Also dY of down, in
+            # BF16 and two codes.
+            quantized = (2 + 4 + 2 * 2 + 1) * inner * tokens + (2 + 2) * hidden * tokens
+            # While dW of gate_up is computed: codes of its dY; dX, X in BF16, and codes of X. Also
+            # dY of down.
+            wgrad = 2 * 2 * inner * tokens + (2 + 2 + 1 + 2) * hidden * tokens + dw + gradient
             return residual + max(quantized, wgrad)
         # While dY of gate_up is computed: two codes of down's dY; dY and output codes of SwiGLU.
         gated = (2 * hidden + 3 * inner) * tokens

@@ -51,6 +51,7 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {
 AMAX_FLOOR = 2.0**-100
 FP8_BLOCK = 128  # values of a group of FP8 codes
 ROTATION = 64  # values per Hadamard rotation
+SLAB_BYTES = 2**25  # of an operand of DGrad and WGrad in planes, on a GPU
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ BACKWARD_KEYS = 128  # keys per dK, dV tile
 BACKWARD_QUERIES = 64  # queries per dQ tile
 DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
 STORED_DS_BYTES = 5 * 2**29  # maximum stored at once; 4 x 4096 tokens of 32 heads take 2.06 GiB
+INTEGER_SUMS_BYTES = 2**30  # of float32 sums of dK and dV at once, in integer attention
 # A part can always have this many blocks of queries: the sums of a part take 128 KB per head with
 # head_dim 128, and many small parts would cost more traffic than better balance saves.
 _FEWEST_OF_A_PART = 16

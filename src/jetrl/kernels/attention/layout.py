@@ -18,6 +18,7 @@ from jetrl.kernels.attention.padded_lists import PaddedLists
 from jetrl.precision.formats import BF16, FP8, INT8, Format, key_and_value_formats
 
 BLOCK_KEYS = 64  # keys per block, and tokens per page: kernels read a page as a block
+SPLIT_KEYS = 1024  # keys per split of a context, unless the plan sets another number
 TILE_ROWS = 192  # queries per forward tile: three warpgroups of 64
 
 

@@ -21,7 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES
+from jetrl.kernels.attention.backward_lists import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    INTEGER_SUMS_BYTES,
+)
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.portable.attention_copies import (
     code_bits,
@@ -32,7 +36,6 @@ from jetrl.kernels.portable.attention_copies import (
 )
 from jetrl.kernels.portable.attention_core import exponentials, in_slots
 
-SUMS_BYTES = 2**30  # maximum of float32 sums of dK and dV at once
 _SUMS_ROWS = 16  # keys per program of _sums_kernel
 
 
@@ -501,7 +504,7 @@ def attention_backward(
     )  # fmt: skip
     # The sums of all heads at once, or of as many groups as fit; each round overwrites them.
     of_group = lists.num_sums * group * 2 * BACKWARD_KEYS * head_dim
-    fit = max(1, SUMS_BYTES // (of_group * 4))
+    fit = max(1, INTEGER_SUMS_BYTES // (of_group * 4))
     at_once = min(groups, fit)
     sums = statistics.new_empty(at_once * of_group)
     for first in range(0, groups, at_once):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from jetrl.kernels.attention.layout import SPLIT_KEYS
 from jetrl.kernels.decode_triton import (
     next_inputs,
     propose,
@@ -22,5 +23,3 @@ from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
 from jetrl.kernels.portable.sampling import sample
 from jetrl.kernels.portable.swiglu import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.kernels.rotary_triton import qk_norm_rotary_cache
-
-SPLIT_KEYS = 1024

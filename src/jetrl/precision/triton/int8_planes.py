@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.precision.quantize import ROTATION, Planes, QTensor
+from jetrl.precision.quantize import ROTATION, SLAB_BYTES, Planes, QTensor
 from jetrl.precision.triton.layout import cdiv, round_up
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
@@ -57,7 +57,6 @@ DGRAD = {"large": Tile(64, 128, 128, 8, 4), "small": Tile(64, 128, 64, 8, 4)}
 WGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(128, 64, 64, 4, 3)}
 BLOCK = 512  # tokens of a block of DGrad, by the definition
 _DEEP = 128  # rows of a chunk are padded with zeros to a multiple
-SLAB = 2**25  # codes of a plane of a slab
 _TOP = tl.constexpr(32512.0)
 _FLOOR = tl.constexpr(27 << 23)  # bits of 2**-100
 _MAGIC = tl.constexpr(12582912.0)
@@ -406,7 +405,7 @@ def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
     total = torch.zeros(rows, width, device=dy.device)
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=dy.device)
     if rows:
-        size = max(BLOCK, SLAB // max(rows, width) // BLOCK * BLOCK)
+        size = max(BLOCK, SLAB_BYTES // max(rows, width) // BLOCK * BLOCK)
         for start in range(0, vocabulary, size):
             slab = slice(start, start + size)
             _add_slab(total, dy[:, slab], w.codes[slab], w.scales[slab])
@@ -467,7 +466,7 @@ def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
     depth = round_up(rows, _DEEP)
     high = _turned(x.high, depth)
     low = _turned(x.low, depth)
-    size = max(_DEEP, SLAB // depth // _DEEP * _DEEP)
+    size = max(_DEEP, SLAB_BYTES // depth // _DEEP * _DEEP)
     for start in range(0, vocabulary, size):
         slab = slice(start, start + size)
         _add_tokens(total[slab], dy[:, slab], x.scales, high, low)
