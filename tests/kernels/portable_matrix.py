@@ -294,6 +294,32 @@ def products() -> None:
             int8_matmul(empty_int8_rows(rows, k, META), weight)
 
 
+def experts() -> None:
+    """The rows of experts at Qwen3-30B-A3B's shape, also a width that is an odd number of 64."""
+    from jetrl.precision.groups import Groups
+    from jetrl.precision.quantize import empty_int8_rows
+    from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
+    from jetrl.precision.triton.grouped_int8 import group_tokens, grouped_matmul, grouped_wgrad
+    from jetrl.precision.triton.int8 import int8_turned
+
+    count, slots = 128, 8
+    for k, all_tokens in ((2880, (ROWS,)), (2048, (64, 320, 640, 2048, ROWS))):
+        weight = empty_int8_rows(count * 1536, k, META)
+        for tokens in all_tokens:  # one for each size of tiles
+            groups = Groups(ints(tokens * slots), ints(count), ints(tokens, slots))
+            grouped_matmul(empty_int8_rows(tokens, k, META), weight, groups, by_token=True)
+    grouped_matmul(empty_int8_rows(ROWS * slots, k, META), weight, groups, by_token=False)
+    group_rows(longs(ROWS, slots), count)
+    int8_turned(weight, count)
+    x, dy = empty(ROWS, 2048), empty(ROWS * slots, 1536)
+    codes = group_tokens(dy, groups, by_token=False)
+    grouped_wgrad(codes, group_tokens(x, groups, by_token=True), groups)
+    y, weights = empty(ROWS * slots, 2048), floats(ROWS, slots)
+    combine(y, weights, groups)
+    combine_backward(x, y, weights, groups)
+    sum_slots(y, groups)
+
+
 def planes_head() -> None:
     from jetrl.precision.quantize import empty_int8_rows
     from jetrl.precision.triton.int8_planes import (
@@ -317,7 +343,7 @@ CASES: dict[str, Callable[[], None]] = {
     for work in (
         norms, int8_codes, rotary, swiglu, decode_state, optimizer, backward_rows,
         logprobs_and_samples, attention_forward, attention_backward, attention_decode, products,
-        planes_head,
+        experts, planes_head,
     )
 }  # fmt: skip
 

@@ -41,6 +41,8 @@ PORTABLE = (
     "kernels/portable/*.py",
     "precision/triton/portable_*.py",
     "precision/triton/int8_planes.py",
+    "precision/triton/grouped_int8.py",
+    "precision/triton/expert_rows.py",
 )
 CARDS = {
     80: Card("A100", 163 * KB, 108),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetrl.kernels import adamw_triton
 from jetrl.kernels.adamw_scalars import AdamWScalars
-from jetrl.kernels.portable.norm import wide
+from jetrl.precision.triton.grid import wide
 from jetrl.precision.triton.layout import cdiv
 
 _BLOCK, _WARPS = 1024, 8  # four elements per thread, so each access is one vector

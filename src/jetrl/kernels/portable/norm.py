@@ -11,8 +11,8 @@ It reads dy and x twice, since a program for the columns has to follow 128 rows 
 `block_squares` reads gradients twice as well: once for the maximum of each block, which decides its
 grid, and once for the squares on that grid, which int64 adds in any order.
 
-`grid_integers` puts float32 values on the grid of `precision.exact.align`, as int32. All sums but
-those of dweight are sums of such integers, so tiles and warps change no bits.
+All sums but those of dweight are sums of integers (`precision.triton.grid`), so tiles and warps
+change no bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +28,20 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.norm_triton import rms_norm_forward
-from jetrl.precision.exact import SUM_BITS, factor_bits
+from jetrl.precision.exact import factor_bits
+from jetrl.precision.triton.grid import (
+    INFINITY_BITS,
+    SIGN,
+    SUM_GRID,
+    exponent_above,
+    float_bits,
+    grid_factors,
+    grid_integers,
+    grid_unit,
+    mean_on_grid,
+    of_bits,
+    wide,
+)
 from jetrl.precision.triton.layout import cdiv
 
 BLOCK_ROWS = 128  # rows per sum of `precision.exact.sum_of_rows`
@@ -36,89 +49,6 @@ _ROW_VALUES = 1024  # values per warp of a row
 _COLUMNS, _COLUMN_WARPS, _AT_ONCE = 512, 4, 16  # columns per program; rows that are loaded at once
 _FOLDED, _FOLDED_AT_ONCE = 32, 64  # columns per program; blocks that are loaded at once
 _PIECE, _MOST_PIECES, _STEP = 2**14, 1024, 2048  # values per program of `block_squares`
-
-INFINITY_BITS = tl.constexpr(0x7F800000)
-SIGN = tl.constexpr(-(2**31))
-SUM_GRID = tl.constexpr(SUM_BITS)
-
-
-@triton.jit
-def float_bits(x):
-    """Return the bits of float32 x as int32, which order like x if it is not negative."""
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def of_bits(bits):
-    """Return the float32 numbers with int32 bits."""
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def wide(places, mask):
-    """Load numbers as float32, zero outside of mask."""
-    return tl.load(places, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def exponent_above(amax_bits):
-    """Return e with 2**(e - 1) <= max |x| < 2**e, from the bits of a finite float32 max |x|."""
-    amax = of_bits(amax_bits)
-    small = float_bits(amax * 4294967296.0)  # 2**32, which makes subnormal numbers normal
-    of_small = (small >> 23) - 158
-    of_large = (amax_bits >> 23) - 126
-    return tl.where(amax < 1.0, of_small, of_large)
-
-
-@triton.jit
-def grid_factors(exponent, bits):
-    """Return two powers of two with the product 2**(bits - exponent), which float32 may exceed."""
-    half = (bits - exponent) >> 1
-    rest = bits - exponent - half
-    first = of_bits((half + 127) << 23)
-    second = of_bits((rest + 127) << 23)
-    return first, second
-
-
-@triton.jit
-def grid_integers(x, first_factor, second_factor):
-    """Return x times both factors, at most 2**30, rounded to nearest even, as int32."""
-    scaled = x * first_factor * second_factor
-    size = tl.abs(scaled)
-    # Adding 2**23 rounds to an integer. A float32 above that is an integer.
-    rounded = (size + 8388608.0) - 8388608.0
-    size = tl.where(size < 8388608.0, rounded, size)
-    whole = size.to(tl.int32)
-    return tl.where(scaled < 0.0, -whole, whole)
-
-
-@triton.jit
-def _grid_unit(exponent, bits):
-    """Return 2**(exponent - bits), float64."""
-    field = (exponent - bits + 1023).to(tl.int64)
-    return (field << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def mean_on_grid(total, exponent, largest_bits, lowest_bits, D: tl.constexpr):
-    """Return float32(sum / D), for the int64 sum of D values on a grid of 30 bits.
-
-    largest_bits and lowest_bits are the maxima of the bits of x and of -x, for Inf and NaN.
-    """
-    mean = total.to(tl.float64) * _grid_unit(exponent, SUM_GRID)
-    # A division takes dozens of instructions; by a power of two a product is the same.
-    if D & (D - 1) == 0:
-        mean = mean * (1.0 / D)
-    else:
-        mean = mean / D
-    up = largest_bits >= INFINITY_BITS
-    down = lowest_bits >= INFINITY_BITS
-    either = tl.maximum(largest_bits, lowest_bits)
-    bad = (up & down) | (either > INFINITY_BITS)
-    special = tl.where(up, float("inf"), float("-inf"))
-    special = tl.where(bad, float("nan"), special)
-    mean = mean.to(tl.float32)
-    return tl.where(up | down, special, mean)
 
 
 @triton.jit
@@ -371,7 +301,7 @@ def _scaled_kernel(
     last_block = tl.num_programs(0) - 1
     bits = tl.where(block == last_block, LAST_BITS, BITS)
     exponent = exponent_above(amax_bits)
-    unit = _grid_unit(exponent, bits)
+    unit = grid_unit(exponent, bits)
     squares = total.to(tl.float64) * unit * unit
     # Integers cannot represent NaN or Inf.
     special = tl.where(amax_bits > INFINITY_BITS, float("nan"), float("inf"))

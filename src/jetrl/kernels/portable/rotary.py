@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.norm_triton import grid_factor, inverse_rms_of
-from jetrl.kernels.portable.norm import (
-    BLOCK_ROWS,
+from jetrl.kernels.portable.norm import BLOCK_ROWS, sum_in_order
+from jetrl.precision.triton.grid import (
     SIGN,
     SUM_GRID,
     exponent_above,
@@ -42,7 +42,6 @@ from jetrl.kernels.portable.norm import (
     grid_integers,
     mean_on_grid,
     of_bits,
-    sum_in_order,
     wide,
 )
 from jetrl.precision.triton.layout import cdiv

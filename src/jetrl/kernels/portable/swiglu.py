@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.portable.exact import sigmoid
-from jetrl.kernels.portable.norm import wide
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton.grid import wide
 from jetrl.precision.triton.int8 import int8_rows
 from jetrl.precision.triton.layout import cdiv
 

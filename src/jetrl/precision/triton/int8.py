@@ -208,7 +208,12 @@ _ALONG_COLUMN = gl.constexpr(gl.BlockedLayout([64, 1], [1, 32], [1, 8], [0, 1]))
 
 @gluon.jit
 def _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns):
-    """Load a tile of a weight, dequantized, rotated back along rows and rotated along columns."""
+    """Load a tile of a weight, dequantized, rotated back along rows and rotated along columns.
+
+    The third axis of programs counts matrices that are stacked along rows.
+    """
+    scales_ptr += gl.program_id(2) * num_rows
+    codes_ptr += gl.program_id(2).to(gl.int64) * num_rows * num_columns
     rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_ROW))
     columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_ROW))
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -224,6 +229,7 @@ def _weight_maxima_kernel(codes_ptr, scales_ptr, maxima_ptr, num_rows, num_colum
     w = _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns)
     columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_COLUMN))
     inside = columns < num_columns
+    maxima_ptr += gl.program_id(2) * num_columns
     gl.atomic_max(maxima_ptr + columns, gl.max(_bits(w), 0), mask=inside, sem="relaxed")
 
 
@@ -242,14 +248,17 @@ def _turn_kernel(
     rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_COLUMN))
     columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_COLUMN))
     inside = columns < num_columns
-    bits = gl.load(maxima_ptr + columns, mask=inside, other=0)
+    line = gl.program_id(2) * num_columns
+    turned_ptr += line.to(gl.int64) * num_rows
+    bits = gl.load(maxima_ptr + line + columns, mask=inside, other=0)
     scale, multiplier = tile.scale_and_multiplier(
         bits.to(gl.float32, bitcast=True), _TOP, FLOOR, False
     )
     mask = (rows < num_rows)[:, None] & inside[None, :]
     places = columns.to(gl.int64)[None, :] * num_rows + rows[:, None]
     gl.store(turned_ptr + places, tile.to_int8(w * multiplier[None, :]), mask=mask)
-    gl.store(turned_scales_ptr + columns, scale, mask=inside & (gl.program_id(0) == 0))
+    mask = inside & (gl.program_id(0) == 0)
+    gl.store(turned_scales_ptr + line + columns, scale, mask=mask)
 
 
 @gluon.jit
@@ -363,12 +372,13 @@ def int8_tokens(x: Tensor) -> QTensor:
     return turned.mT
 
 
-def int8_turned(w: QTensor) -> QTensor:
-    """`precision.int8.int8_turned`."""
-    rows, columns = w.shape
-    q = empty_int8_rows(columns, rows, w.codes.device)
-    amax = torch.zeros(columns, dtype=torch.int32, device=w.codes.device)
-    grid = (rows // ROTATION, cdiv(columns, 256))
+def int8_turned(w: QTensor, experts: int = 1) -> QTensor:
+    """`precision.int8.int8_turned` of each of the matrices that are stacked along rows."""
+    rows, columns = w.shape[0] // experts, w.shape[1]
+    assert rows % ROTATION == 0, f"{rows} rows per matrix"
+    q = empty_int8_rows(experts * columns, rows, w.codes.device)
+    amax = torch.zeros(experts * columns, dtype=torch.int32, device=w.codes.device)
+    grid = (rows // ROTATION, cdiv(columns, 256), experts)
     _weight_maxima_kernel[grid](w.codes, w.scales, amax, rows, columns, num_warps=8, **_OPTIONS)
     _turn_kernel[grid](
         w.codes,

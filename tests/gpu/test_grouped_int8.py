@@ -1,0 +1,97 @@
+"""Grouped INT8 products of experts on a GPU: the bits of their references, and CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+from tests.kernels.expert_cases import CASES, Case, compare, different, part, random  # noqa: E402
+
+from jetrl.precision.backend import selected_backend  # noqa: E402
+from jetrl.precision.experts import combine  # noqa: E402
+from jetrl.precision.int8 import int8_rows, int8_turned  # noqa: E402
+from jetrl.precision.triton import expert_rows, grouped_int8, int8  # noqa: E402
+
+LARGE = {
+    "decode": Case(8, 8, 128, 1536, 2048),
+    "more sequences": Case(256, 8, 128, 1536, 2048),
+    "prefill": Case(2000, 8, 128, 256, 768),
+    "training": Case(6000, 8, 64, 320, 576),
+    "one expert has most": Case(5000, 2, 16, 200, 320, slice(3, 4)),
+    "OLMoE": Case(777, 8, 64, 2048, 1024),
+    "512 experts": Case(300, 10, 512, 128, 192),
+    "many rows": Case(70_000, 2, 3, 64, 64),
+}
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_kernels_have_the_bits_of_their_references(name: str) -> None:
+    compared = compare((CASES | LARGE)[name], CUDA)
+    assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("memory", ["large", "small"])
+def test_tiles_change_no_bit(memory: str) -> None:
+    chosen = random(700, 16, device=CUDA).topk(4).indices
+    groups = expert_rows.group_rows(chosen, 16)
+    with selected_backend("reference"):
+        w = int8_rows(random(16 * 320, 576, device=CUDA, seed=1))
+        x = int8_rows(random(700, 576, device=CUDA).bfloat16())
+    made = [
+        grouped_int8.product(x, w, groups, True, torch.bfloat16, tile)
+        for tile in grouped_int8.TILES[memory].values()
+    ]
+    assert [different(one, made[0]) for one in made] == [0] * len(made)
+
+
+@pytest.mark.parametrize("experts, n, k", [(1, 64, 128), (3, 192, 320), (64, 1536, 512)])
+def test_turned_weights_are_those_of_each_expert(experts: int, n: int, k: int) -> None:
+    with selected_backend("reference"):
+        w = int8_rows(random(experts * n, k, device=CUDA))
+        made = int8.int8_turned(w, experts)
+        for expert in range(experts):
+            want = int8_turned(part(w, slice(expert * n, (expert + 1) * n)))
+            found = part(made, slice(expert * k, (expert + 1) * k))
+            assert different(found.codes, want.codes) == 0
+            assert different(found.scales, want.scales) == 0
+
+
+def test_a_graph_captures_a_layer_with_other_groups() -> None:
+    experts, tokens, slots, width = 32, 100, 4, 256
+    with selected_backend("reference"):
+        w = int8_rows(random(experts * width, width, device=CUDA, seed=1))
+        x = int8_rows(random(tokens, width, device=CUDA).bfloat16())
+    values = random(tokens, width, device=CUDA, seed=2).bfloat16()
+    weights = random(tokens, slots, device=CUDA, seed=3)
+    chosen = random(tokens, experts, device=CUDA).topk(slots).indices
+
+    def layer() -> tuple[Tensor, Tensor]:
+        groups = expert_rows.group_rows(chosen, experts)
+        y = grouped_int8.grouped_matmul(x, w, groups, by_token=True)
+        dy = grouped_int8.group_tokens(y, groups, by_token=False)
+        codes = grouped_int8.group_tokens(values, groups, by_token=True)
+        dw = grouped_int8.grouped_wgrad(dy, codes, groups)
+        return expert_rows.combine(y, weights, groups), dw
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    chosen.copy_(random(tokens, experts, device=CUDA, seed=7).topk(slots).indices)
+    graph.replay()
+    for found, expected in zip(captured, layer(), strict=True):
+        assert different(found, expected) == 0
+
+
+def test_a_sum_begins_with_its_first_row() -> None:
+    groups = expert_rows.group_rows(torch.zeros(3, 1, dtype=torch.int64, device=CUDA), 1)
+    y, weights = torch.full((3, 64), -0.0, device=CUDA).bfloat16(), torch.ones(3, 1, device=CUDA)
+    with selected_backend("reference"):
+        want = combine(y, weights, groups)
+    assert different(expert_rows.combine(y, weights, groups), want) == 0
+    assert bool(want.signbit().all())

@@ -1,0 +1,150 @@
+"""Kernels of experts next to their references, on any device: how many values differ.
+
+The references are loops over experts of the operations of a dense layer. Memory for outputs has NaN
+before a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from jetrl.precision import experts as reference
+from jetrl.precision.backend import selected_backend
+from jetrl.precision.groups import Groups
+from jetrl.precision.int8 import int8_matmul, int8_rows, int8_tokens
+from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton import expert_rows, grouped_int8
+from jetrl.precision.triton.portable_int8 import Tile
+
+
+class Case(NamedTuple):
+    """Tokens, slots and experts; N and K of a matrix; which experts tokens prefer."""
+
+    tokens: int
+    slots: int
+    experts: int
+    n: int
+    k: int
+    preferred: slice = slice(None)
+
+
+CASES = {
+    "random": Case(11, 2, 3, 70, 128),
+    "one row": Case(1, 1, 3, 40, 64),
+    "one expert": Case(150, 1, 4, 33, 64, slice(2, 3)),
+    "experts without rows": Case(19, 1, 5, 130, 64, slice(1, None, 2)),
+}
+TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Fill new memory with NaN or the largest integer within the block."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def different(found: Tensor, expected: Tensor) -> int:
+    """Return the number of values with other bits; NaN equals NaN."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return -1
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    same = (found.view(dtype) == expected.view(dtype)) | (found.isnan() & expected.isnan())
+    return int((~same).sum())
+
+
+def compare(case: Case, device: torch.device) -> dict[str, int]:
+    """Return how many values of each result differ; references run on the same device."""
+    scores = random(case.tokens, case.experts, device=device, seed=5)
+    scores[:, case.preferred] += 100.0
+    chosen = scores.topk(case.slots).indices
+    with filled_memory(), selected_backend("reference"):
+        groups = Groups.of(chosen, case.experts)
+        rows = compare_rows(groups, chosen)
+        return rows | compare_products(groups, case) | compare_wgrad(groups, case)
+
+
+def part(q: QTensor, rows: Tensor | slice) -> QTensor:
+    return QTensor(q.codes[rows], q.scales[rows], q.block, q.rotated)
+
+
+def compare_rows(groups: Groups, chosen: Tensor) -> dict[str, int]:
+    """Compare the sort, and the sums over slots with their gradients."""
+    made, device = expert_rows.group_rows(chosen, groups.num_experts), chosen.device
+    found = {
+        name: different(getattr(made, name), getattr(groups, name))
+        for name in ("tokens", "ends", "places")
+    }
+    width = 1100 if len(chosen) < 100 else 70
+    y = random(chosen.numel(), width, device=device, seed=2).bfloat16()
+    dout = random(len(chosen), width, device=device, seed=4).bfloat16()
+    weights = random(*chosen.shape, device=device, seed=3)
+    y[0], weights[0, 0], dout[-1, 1], y[-1, 5] = -0.0, 1e-30, torch.inf, torch.nan
+    weights.requires_grad_()
+    y.requires_grad_()
+    out = reference.combine(y, weights, groups)
+    found["combine"] = different(expert_rows.combine(y, weights, groups), out.detach())
+    out.backward(dout)
+    dy, dweights = expert_rows.combine_backward(dout, y.detach(), weights.detach(), groups)
+    found |= {"dy": different(dy, y.grad), "dweights": different(dweights, weights.grad)}
+    dx = dout[groups.tokens.long()] * 1.5
+    want = reference.sum_slots(dx, groups)
+    return found | {"sum_slots": different(expert_rows.sum_slots(dx, groups), want)}
+
+
+def compare_products(groups: Groups, case: Case) -> dict[str, int]:
+    """Compare FProp with rows by token and by place, for tiles of several sizes."""
+    device, n, found = groups.ends.device, case.n, {}
+    w = int8_rows(random(case.experts * n, case.k, device=device, seed=1))
+    by_token = int8_rows(random(case.tokens, case.k, device=device).bfloat16())
+    by_token.scales[0], w.scales[-1] = torch.nan, torch.inf
+    by_place = part(by_token, groups.tokens.long())
+    for dtype in (torch.float32, torch.bfloat16):
+        want = torch.empty(len(groups.tokens), n, dtype=dtype, device=device)
+        for expert, rows in groups.rows():
+            matrix = part(w, slice(expert * n, (expert + 1) * n))
+            want[rows] = int8_matmul(part(by_place, rows), matrix, dtype)
+        made = grouped_int8.grouped_matmul(by_token, w, groups, True, dtype)
+        found[f"by token, {dtype}"] = different(made, want)
+        for tile in TILES:
+            made = grouped_int8.product(by_place, w, groups, False, dtype, tile)
+            found[f"by place, {dtype}, {tile}"] = different(made, want)
+    return found
+
+
+def compare_wgrad(groups: Groups, case: Case) -> dict[str, int]:
+    """Compare codes along the rows of groups, and dW, with zero, tiny and non-finite values."""
+    device, start, wrong = groups.ends.device, 0, 0
+    dy = random(len(groups.tokens), case.n, device=device).bfloat16()
+    x = random(case.tokens, case.k, device=device, seed=1).bfloat16()
+    dy[:, 1], x[:, 2] = 0.0, 2.0**-110
+    dy[0, 3], x[-1, 4], x[-1, 5] = torch.inf, torch.nan, -torch.inf
+    want = torch.zeros(case.experts, case.n, case.k, dtype=torch.bfloat16, device=device)
+    dy_codes = grouped_int8.group_tokens(dy, groups, by_token=False)
+    x_codes = grouped_int8.group_tokens(x, groups, by_token=True)
+    for expert, rows in groups.rows():
+        a, b = int8_tokens(dy[rows]).mT, int8_tokens(x[groups.tokens[rows].long()]).mT
+        want[expert] = int8_matmul(a, b)
+        end = start + a.shape[1] + -a.shape[1] % 128
+        for made, one in ((dy_codes, a), (x_codes, b)):
+            expected = pad(one.codes, (0, end - start - one.shape[1]))
+            wrong += different(made.codes[:, start:end], expected)
+        start = end
+    found = {"codes along tokens": wrong}
+    for tile in TILES:
+        made = grouped_int8.wgrad_product(dy_codes, x_codes, groups, tile)
+        found[f"wgrad, {tile}"] = different(made, want.flatten(0, 1))
+    return found

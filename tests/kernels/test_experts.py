@@ -1,0 +1,32 @@
+"""The kernels of experts: the bits of their references, and the sizes of grids and tiles."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.kernels.interpreted import interpreted
+
+
+def test_kernels_have_the_bits_of_their_references() -> None:
+    compared = interpreted("interpreted_experts.py")
+    assert len(compared) > 50
+    assert {case: n for case, n in compared.items() if n} == {}
+
+
+def test_grids_cover_all_sizes_of_groups() -> None:
+    grouped = pytest.importorskip("jetrl.precision.triton.grouped_int8")
+    for size in (2, 3, 4):
+        for rows, experts in itertools.product(range(9), (1, 2, 3)):
+            ways = itertools.product(range(rows + 1), repeat=experts)
+            tiles = [sum(-(-n // size) for n in way) for way in ways if sum(way) == rows]
+            assert max(tiles) == grouped.most_tiles(rows, experts, size)
+
+
+def test_tables_have_every_class() -> None:
+    grouped = pytest.importorskip("jetrl.precision.triton.grouped_int8")
+    sizes = [(1, 128), (64, 128), (2048, 128), (4096, 128), (16384, 128), (20481, 128)]
+    assert [grouped.tile_class(*each) for each in sizes] == [8, 8, 20, 40, 160, 0]
+    assert [set(table) for table in grouped.TILES.values()] == [{0, 160, 40, 20, 8}] * 2
+    assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small"}
+    assert all(128 % tile.depth == 0 for tile in grouped.WGRAD.values())
