@@ -7,8 +7,9 @@ A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts have 1 to 400 tokens, and e
 the last of fewer) has LONG. The sampler runs them in one batch, the trainer in others, and every
 token is compared.
 
-`--proof` first times the check at the start of a run twice; the first time includes compilation of
-kernels that are not cached.
+`--updates N` first runs N updates, on sampled tokens with random rewards. `--proof` first times the
+check at the start of a run twice; the first time includes compilation of kernels that are not
+cached. The JSON is written after each row.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from typing import Any
 
 import numpy as np
 from benchmarks.harness import add_shape_arguments, bench_parser, command_typed, write_results
+from benchmarks.loads import Load, make_samples, random_rewards
 from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
 
 from jetrl.models.policy import Policy
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.parity import check_policy, failures, located, measure
+from jetrl.settings.loading import load_config
+from jetrl.training.trainer import Trainer
+from jetrl.types import SamplingParams
 
 TEMPERATURE = 0.6
+UPDATED = Load(8, 4, prompt_length=64, response_length=64)  # of each update
 
 
 def prove(policy: Policy) -> dict[str, Any]:
@@ -43,6 +50,27 @@ def prove(policy: Policy) -> dict[str, Any]:
         "checks": len(checks),
         "broken": failures(checks),
     }
+
+
+def update(policy: Policy, count: int) -> dict[str, Any]:
+    """Run updates on sampled tokens; return their number and the last gradient norm."""
+    words = [f"loop.steps={count}", "train.lr=1e-4", "train.optimizer_states=compact"]
+    words += ["train.tokens_per_micro_batch=4096", f"rollout.max_tokens={UPDATED.response_length}"]
+    trainer = Trainer(policy, load_config(None, words))
+    engine = RolloutEngine(policy, max_batch_size=UPDATED.sequences)
+    norm = 0.0
+    for seed in range(count):
+        prompts = UPDATED.random_prompts(policy.config.vocab_size, seed)
+        params = SamplingParams(
+            n=UPDATED.samples, max_tokens=UPDATED.response_length, ignore_eos=True, seed=seed
+        )
+        completions = engine.generate(prompts, params)
+        engine.free_cache()
+        samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
+        norm = trainer.step(samples).metrics["policy/grad_norm"]
+    for master in policy.master_weights().values():
+        master.grad = None
+    return {"plan": plan_words(policy.plan), "updates": count, "last_grad_norm": norm}
 
 
 def prompts_of(policy: Policy, load: tuple[int, int, int]) -> list[list[int]]:
@@ -91,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_shape_arguments(parser)
     add_plan_argument(parser)
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
+    parser.add_argument("--updates", type=int, default=0, help="before the loads; default: 0")
     parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -100,14 +129,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     def add(row: dict[str, Any]) -> None:
         rows.append({"shape": args.shape, **row})
         print(json.dumps(rows[-1]), flush=True)
+        if args.out is not None:
+            write_results(args.out, "parity", command_typed("jetrl bench parity", argv), rows)
 
     for plan in plans_of(args):
         policy = make_policy(args.shape, plan, args.device, args.layers)
         if args.proof:
             add(prove(policy))
+        if args.updates:
+            add(update(policy, args.updates))
         for load in args.load or ["128x128x4096"]:
             batch, tokens, long = (int(number) for number in load.split("x"))
             add(run(policy, (batch, tokens, long)))
         del policy
-    if args.out is not None:
-        write_results(args.out, "parity", command_typed("jetrl bench parity", argv), rows)

@@ -110,7 +110,7 @@ def forward_errors(truth: Any, policy: Policy, ids: Tensor) -> Row:
         "kl": round(statistics.mean(kls), 6),
         "logprob_error": round(error, 5),
         "greedy": round(greedy, 5),
-        PAIRED["kl"]: [round(kl, 7) for kl in kls],
+        PAIRED["kl"]: [float(f"{kl:.4g}") for kl in kls],
     }
 
 
@@ -120,7 +120,7 @@ def gradient_errors(truth: Any, policy: Policy, ids: Tensor) -> Row:
     return {
         "gradient_error": round(statistics.mean(squares) ** 0.5, 4),
         "gradient_cosine": round(statistics.mean(cosines), 5),
-        PAIRED["gradient_error"]: [round(square, 6) for square in squares],
+        PAIRED["gradient_error"]: [float(f"{square:.4g}") for square in squares],
     }
 
 

@@ -50,6 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-0.5b": {
+        **_shape(_QWEN2, 896, 4864, 24, 14, 2, 151936),
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }
 
