@@ -9,7 +9,7 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
-from tests.kernels.expert_cases import CASES, Case, compare, different, part, random  # noqa: E402
+from tests.kernels.expert_cases import CASES, Case, compare, different, layer_results, part, random  # noqa: E402
 
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
@@ -61,6 +61,16 @@ def test_turned_weights_are_those_of_each_expert(experts: int, n: int, k: int) -
             assert different(found.scales, want.scales) == 0
 
 
+def test_a_layer_has_the_bits_of_a_cpu() -> None:
+    case = Case(100, 4, 9, 192, 320)
+    want = layer_results(case, torch.device("cpu"))
+    with selected_backend(defined=True):
+        made = layer_results(case, CUDA)
+    assert {name: different(made[name].cpu(), want[name]) for name in want} == dict.fromkeys(
+        want, 0
+    )
+
+
 def test_a_graph_captures_a_layer_with_other_groups() -> None:
     experts, tokens, slots, width = 32, 100, 4, 256
     with selected_backend("reference"):
@@ -72,10 +82,8 @@ def test_a_graph_captures_a_layer_with_other_groups() -> None:
 
     def layer() -> tuple[Tensor, Tensor]:
         groups = expert_rows.group_rows(chosen, experts)
-        y = grouped_int8.grouped_matmul(x, w, groups, by_token=True)
-        dy = grouped_int8.group_tokens(y, groups, by_token=False)
-        codes = grouped_int8.group_tokens(values, groups, by_token=True)
-        dw = grouped_int8.grouped_wgrad(dy, codes, groups)
+        y = grouped_int8.int8_grouped_matmul(x, w, groups, by_token=True)
+        dw = grouped_int8.int8_grouped_wgrad(y, values, groups, by_token=True)
         return expert_rows.combine(y, weights, groups), dw
 
     layer()

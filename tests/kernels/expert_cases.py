@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from tests.precision.test_experts import layer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from jetrl.precision import PrecisionPlan
 from jetrl.precision import experts as reference
 from jetrl.precision.backend import selected_backend
 from jetrl.precision.groups import Groups
@@ -77,6 +79,25 @@ def compare(case: Case, device: torch.device) -> dict[str, int]:
         return rows | compare_products(groups, case) | compare_wgrad(groups, case)
 
 
+def layer_results(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Return what two layers of experts compute under `integer`, forward and backward."""
+    made = {}
+    plan = PrecisionPlan.preset("integer")
+    up = layer(plan, random(case.experts * case.n, case.k, device=device, seed=6))
+    down = layer(plan, random(case.experts * case.k, case.n, device=device, seed=7))
+    chosen = random(case.tokens, case.experts, device=device, seed=5).topk(case.slots).indices
+    x = random(case.tokens, case.k, device=device, seed=8).bfloat16().requires_grad_()
+    weights = random(*chosen.shape, device=device, seed=9).requires_grad_()
+    groups = reference.group_rows(chosen, case.experts)
+    inner = reference.grouped_linear(x, up, groups, "train", by_token=True)
+    y = reference.grouped_linear(inner, down, groups, "train")
+    made["out"] = reference.combine(y, weights, groups)
+    made["out"].backward(random(case.tokens, case.k, device=device, seed=4).bfloat16())
+    gradients = {"dx": x.grad, "dweights": weights.grad}
+    gradients |= {"up": up.weight.grad, "down": down.weight.grad}
+    return made | {name: grad for name, grad in gradients.items() if grad is not None}
+
+
 def part(q: QTensor, rows: Tensor | slice) -> QTensor:
     return QTensor(q.codes[rows], q.scales[rows], q.block, q.rotated)
 
@@ -117,7 +138,7 @@ def compare_products(groups: Groups, case: Case) -> dict[str, int]:
         for expert, rows in groups.rows():
             matrix = part(w, slice(expert * n, (expert + 1) * n))
             want[rows] = int8_matmul(part(by_place, rows), matrix, dtype)
-        made = grouped_int8.grouped_matmul(by_token, w, groups, True, dtype)
+        made = grouped_int8.int8_grouped_matmul(by_token, w, groups, True, dtype)
         found[f"by token, {dtype}"] = different(made, want)
         for tile in TILES:
             made = grouped_int8.product(by_place, w, groups, False, dtype, tile)

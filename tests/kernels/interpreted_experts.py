@@ -14,6 +14,9 @@ import expert_cases
 import numpy as np
 import torch
 
+from jetrl.precision import experts
+from jetrl.precision.triton import operations
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
@@ -21,4 +24,10 @@ if __name__ == "__main__":
     for name, case in expert_cases.CASES.items():
         compared = expert_cases.compare(case, torch.device("cpu"))
         found |= {f"{name}: {result}": count for result, count in compared.items()}
+    case = expert_cases.Case(7, 2, 3, 64, 64)
+    wanted = expert_cases.layer_results(case, torch.device("cpu"))
+    # As on a GPU, but for codes of rows and turned weights, whose kernels are not interpreted.
+    experts.arithmetic_of = lambda _: operations
+    made = expert_cases.layer_results(case, torch.device("cpu"))
+    found |= {f"layer: {k}": expert_cases.different(made[k], wanted[k]) for k in wanted}
     print(json.dumps(found))

@@ -299,7 +299,7 @@ def experts() -> None:
     from jetrl.precision.groups import Groups
     from jetrl.precision.quantize import empty_int8_rows
     from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
-    from jetrl.precision.triton.grouped_int8 import group_tokens, grouped_matmul, grouped_wgrad
+    from jetrl.precision.triton.grouped_int8 import int8_grouped_matmul, int8_grouped_wgrad
     from jetrl.precision.triton.int8 import int8_turned
 
     count, slots = 128, 8
@@ -307,13 +307,12 @@ def experts() -> None:
         weight = empty_int8_rows(count * 1536, k, META)
         for tokens in all_tokens:  # one for each size of tiles
             groups = Groups(ints(tokens * slots), ints(count), ints(tokens, slots))
-            grouped_matmul(empty_int8_rows(tokens, k, META), weight, groups, by_token=True)
-    grouped_matmul(empty_int8_rows(ROWS * slots, k, META), weight, groups, by_token=False)
+            int8_grouped_matmul(empty_int8_rows(tokens, k, META), weight, groups, by_token=True)
+    int8_grouped_matmul(empty_int8_rows(ROWS * slots, k, META), weight, groups, by_token=False)
     group_rows(longs(ROWS, slots), count)
     int8_turned(weight, count)
     x, dy = empty(ROWS, 2048), empty(ROWS * slots, 1536)
-    codes = group_tokens(dy, groups, by_token=False)
-    grouped_wgrad(codes, group_tokens(x, groups, by_token=True), groups)
+    int8_grouped_wgrad(dy, x, groups, by_token=True)
     y, weights = empty(ROWS * slots, 2048), floats(ROWS, slots)
     combine(y, weights, groups)
     combine_backward(x, y, weights, groups)

@@ -47,6 +47,8 @@ UNDEFINED = {
 DEFINED = {
     *("planes_of_hidden", "planes_fprop", "planes_dgrad", "add_planes_wgrad"),
     *("exact_logprobs", "exact_logits_gradient"),
+    *("group_rows", "int8_grouped_matmul", "int8_grouped_wgrad"),
+    *("sum_slots", "combine", "combine_backward"),
 }
 
 

@@ -22,7 +22,8 @@ gradients of a token's slots are added in the order of slots, in float32, and ro
     dy[place]     = w[t, s] * dout[t]                                      rounded to the dtype of y
     dw[t, s]      = float32(exact_sum(dout[t] * y[places[t, s]]))
 
-There are only references so far: loops over experts with the dense operations.
+The references are loops over experts with the dense operations. Plans that are defined for every
+machine have kernels, of INT8 products (`precision.triton.grouped_int8`).
 
 Legend: T tokens, k slots per token, R rows (T * k), E experts, K input and N output features.
 """
@@ -35,11 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_sum
 from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul
 from jetrl.precision.gradients import Gradients, matmul_product
 from jetrl.precision.groups import Groups
+from jetrl.precision.int8 import check_terms, int8_turned
 from jetrl.precision.linear import (
     Linear,
     dgrad,
@@ -128,6 +131,9 @@ def grouped_fprop(
 ) -> Tensor:
     """Return Y [R, N] of X from `quantize_input`, [T, K] or [R, K]."""
     groups = grouped.groups
+    if (arithmetic := arithmetic_of(groups.tokens)) is not None:
+        codes, weight = _codes(x, grouped)
+        return arithmetic.int8_grouped_matmul(codes, weight, groups, grouped.by_token, out_dtype)
     shape = (len(groups.tokens), grouped.num_outputs)
     y = torch.empty(shape, dtype=out_dtype, device=groups.tokens.device)
     for expert, rows in groups.rows():
@@ -139,6 +145,10 @@ def grouped_fprop(
 def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
     """Return dX, bfloat16 [R, K], of dY [R, N] from `quantize_for_dgrad`."""
     groups = grouped.groups
+    if (arithmetic := arithmetic_of(groups.tokens)) is not None:
+        codes, weight = _codes(dy, grouped)
+        turned = int8_turned(weight, groups.num_experts)
+        return arithmetic.int8_grouped_matmul(codes, turned, groups, False, torch.bfloat16)
     shape = (len(groups.tokens), int(grouped.weight.shape[1]))
     dx = torch.empty(shape, dtype=torch.bfloat16, device=groups.tokens.device)
     for expert, rows in groups.rows():
@@ -155,6 +165,10 @@ def grouped_wgrad(
     codes are rounded to BF16 and added; others are added in float32.
     """
     plan, groups, coded = grouped.plan, grouped.groups, format_of(grouped.weight).coded
+    if (arithmetic := arithmetic_of(dy)) is not None:
+        check_terms(len(groups.places))  # a token has at most one row per expert
+        product = arithmetic.int8_grouped_wgrad(dy, x, groups, grouped.by_token)
+        return gradients.add(master, product)
     in_codes = coded and plan.gradient.coded
     if in_codes:
         total, returned = dy.new_zeros(grouped.weight.shape), None
@@ -172,6 +186,14 @@ def grouped_wgrad(
         else:
             matmul_product(dy[rows], entered, of_experts[expert])
     return gradients.add(master, total) if in_codes else returned
+
+
+def _codes(x: GEMMInput, grouped: GroupedWeight) -> tuple[QTensor, QTensor]:
+    """Return an operand and the weight, of which kernels take INT8 codes only."""
+    assert isinstance(x, QTensor), "kernels multiply codes"
+    assert isinstance(grouped.weight, QTensor), "kernels multiply codes"
+    assert grouped.weight.codes.dtype == torch.int8, "kernels multiply INT8"
+    return x, grouped.weight
 
 
 def _expert(grouped: GroupedWeight, expert: int) -> StoredWeight:
@@ -194,8 +216,17 @@ def _rows_of(x: GEMMInput, rows: Tensor | slice) -> GEMMInput:
     return replace(x, codes=x.codes[rows], scales=x.scales[rows])
 
 
+def group_rows(chosen: Tensor, num_experts: int) -> Groups:
+    """Return the groups of the experts int64 [T, k] that tokens chose; the host never waits."""
+    if (arithmetic := arithmetic_of(chosen)) is not None:
+        return arithmetic.group_rows(chosen, num_experts)
+    return Groups.of(chosen, num_experts)
+
+
 def sum_slots(rows: Tensor, groups: Groups) -> Tensor:
     """Return the sums [T, K] of rows [R, K] over each token's slots, added in float32 in order."""
+    if (arithmetic := arithmetic_of(rows)) is not None:
+        return arithmetic.sum_slots(rows, groups)
     places = groups.places.long()
     total = rows[places[:, 0]].float()
     for slot in range(1, places.shape[1]):
@@ -217,6 +248,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(y, weights)
         ctx.groups = groups
+        if (arithmetic := arithmetic_of(y)) is not None:
+            return arithmetic.combine(y, weights, groups)
         places = groups.places.long()
         total = weights[:, :1] * y[places[:, 0]].float()
         for slot in range(1, places.shape[1]):
@@ -226,6 +259,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weights = ctx.saved_tensors
+        if (arithmetic := arithmetic_of(y)) is not None:
+            dout = grads[0].bfloat16().contiguous()
+            return *arithmetic.combine_backward(dout, y, weights, ctx.groups), None
         places, dout = ctx.groups.places.long(), grads[0].float()
         dy, dweights = torch.empty_like(y), torch.empty_like(weights)
         for slot in range(places.shape[1]):

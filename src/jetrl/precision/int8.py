@@ -61,11 +61,14 @@ def int8_tokens(x: Tensor) -> QTensor:
     return int8_rows(pad(x.mT, (0, -len(x) % ROTATION))).mT
 
 
-def int8_turned(w: QTensor) -> QTensor:
-    """Return the transpose [K, N] of a weight [N, K] for DGrad, rounded from its codes' values."""
+def int8_turned(w: QTensor, experts: int = 1) -> QTensor:
+    """Return the transpose [K, N] of a weight [N, K] for DGrad, rounded from its codes' values.
+
+    With several experts, whose matrices are stacked along rows, each is transposed: [E * K, N].
+    """
     if (arithmetic := arithmetic_of(w.codes)) is not None:
-        return arithmetic.int8_turned(w)
-    return int8_rows(dequantize(w).mT)
+        return arithmetic.int8_turned(w, experts)
+    return int8_rows(dequantize(w).unflatten(0, (experts, -1)).mT.flatten(0, 1))
 
 
 def int8_squares_turned(w: QTensor) -> QTensor:
@@ -75,17 +78,22 @@ def int8_squares_turned(w: QTensor) -> QTensor:
     return quantize(dequantize(w), (128, 128)).mT
 
 
+def check_terms(number: int) -> None:
+    """Raise UserError if an int32 sum of so many products may overflow."""
+    if number > _MOST_TERMS:
+        raise UserError(
+            f"INT8 sums over at most {_MOST_TERMS:,} values, not {number:,}: lower "
+            "train.tokens_per_micro_batch"
+        )
+
+
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N].
 
     Raises UserError if int32 sums may overflow, because K (such as a micro-batch's tokens) is too
     large.
     """
-    if a.shape[1] > _MOST_TERMS:
-        raise UserError(
-            f"INT8 sums over at most {_MOST_TERMS:,} values, not {a.shape[1]:,}: lower "
-            "train.tokens_per_micro_batch"
-        )
+    check_terms(a.shape[1])
     if (arithmetic := arithmetic_of(a.codes)) is not None:
         return arithmetic.int8_matmul(a, b, out_dtype)
     sums = codes_as_float64(a.codes) @ codes_as_float64(b.codes).mT  # below 2**53: exact

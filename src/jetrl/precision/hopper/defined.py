@@ -8,11 +8,17 @@ from jetrl.precision.hopper.int8_rows import int8_matmul
 from jetrl.precision.triton.operations import (
     add_planes_wgrad,
     add_products,
+    combine,
+    combine_backward,
     empty_weight,
+    group_rows,
+    int8_grouped_matmul,
+    int8_grouped_wgrad,
     int8_rows,
     int8_tokens,
     int8_turned,
     planes_dgrad,
     planes_fprop,
     planes_of_hidden,
+    sum_slots,
 )

@@ -1,7 +1,7 @@
 """Grouped INT8 products of experts in plain Triton, for compute capability 8.0 and later.
 
-    FProp, DGrad   rows of a group times its expert's matrix: `grouped_matmul`
-    WGrad          the sum over a group's rows, of codes along them: `grouped_wgrad`
+    FProp, DGrad   rows of a group times its expert's matrix: `int8_grouped_matmul`
+    WGrad          the sum over a group's rows, of codes along them: `int8_grouped_wgrad`
 
 Group sizes stay on the device. A grid covers the largest number of tiles that any sizes can have;
 each program finds its group by the ends of all groups, and those past the last tile end at once. So
@@ -335,7 +335,7 @@ def _wgrad_kernel(
     tl.store(pointers(out_ptr, lines, columns, K), dw.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def grouped_matmul(
+def int8_grouped_matmul(
     x: QTensor, w: QTensor, groups: Groups, by_token: bool, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Return Y [R, N]: row r is X's row times the matrix of its expert; w is [E * N, K].
@@ -350,7 +350,7 @@ def grouped_matmul(
 def product(
     x: QTensor, w: QTensor, groups: Groups, by_token: bool, out_dtype: torch.dtype, tile: Tile
 ) -> Tensor:
-    """`grouped_matmul` by tiles of a given size."""
+    """`int8_grouped_matmul` by tiles of a given size."""
     rows, experts, k = len(groups.tokens), groups.num_experts, x.shape[1]
     columns = w.shape[0] // experts
     assert k == w.shape[1], f"products along {k} and {w.shape[1]} values"
@@ -415,13 +415,18 @@ def group_tokens(x: Tensor, groups: Groups, by_token: bool) -> TokenCodes:
     return TokenCodes(codes, amax)
 
 
-def grouped_wgrad(dy: TokenCodes, x: TokenCodes, groups: Groups) -> Tensor:
-    """Return dW, bfloat16 [E * N, K], of dY [N, P] and X [K, P]; zeros for experts without rows."""
-    return wgrad_product(dy, x, groups, WGRAD[memory_class(x.codes.device)])
+def int8_grouped_wgrad(dy: Tensor, x: Tensor, groups: Groups, by_token: bool) -> Tensor:
+    """Return dW, bfloat16 [E * N, K], of bfloat16 dY [R, N] and X; zeros for experts without rows.
+
+    X is [T, K] if `by_token`, else [R, K].
+    """
+    tile = WGRAD[memory_class(x.device)]
+    codes = group_tokens(dy, groups, by_token=False)
+    return wgrad_product(codes, group_tokens(x, groups, by_token), groups, tile)
 
 
 def wgrad_product(dy: TokenCodes, x: TokenCodes, groups: Groups, tile: Tile) -> Tensor:
-    """`grouped_wgrad` by tiles of a given size."""
+    """`int8_grouped_wgrad` of dY [N, P] and X [K, P] in codes, by tiles of a given size."""
     (rows, width), columns, experts = dy.codes.shape, x.codes.shape[0], groups.num_experts
     assert width == x.codes.shape[1], f"codes of {width} and {x.codes.shape[1]} rows"
     assert _ALONG.value % tile.depth == 0, f"{tile}"
