@@ -22,6 +22,9 @@ def _fma(_: Any, x: Any, y: Any, z: Any) -> Any:
 def _cast(builder: Any, source: Any, dtype: Any) -> Any:
     """Cast between float32 and bfloat16 by torch: Triton truncates, and changes tiny values."""
     kinds = source.dtype.scalar, dtype.scalar
+    if kinds == (tl.int8, tl.bfloat16):  # whose bits Triton would take for those of an integer
+        wide = interpreter.TensorHandle(source.data.astype("float32"), tl.float32)
+        return _cast(builder, wide, dtype)
     if kinds == (tl.float32, tl.bfloat16):
         rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
         return interpreter.TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)

@@ -1,4 +1,4 @@
-"""The kernels of the plan `integer` compile for each NVIDIA GPU from sm_80 on, by its rules."""
+"""Kernels of `run.backend = triton` compile for each NVIDIA GPU from sm_80 on, by their rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 sys.path.insert(0, str(Path(__file__).parent))
-import portable_matrix
 from portable_rules import (
+    AMPERE,
     CARDS,
     PORTABLE,
     forbidden,
@@ -29,27 +29,57 @@ from portable_rules import (
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 
 
-@pytest.mark.parametrize("capability", CARDS if "JETRL_ALL_CARDS" in os.environ else (80, 90, 120))
-def test_kernels_compile_and_keep_the_rules(capability: int, tmp_path: Path) -> None:
-    out = tmp_path / "kernels.json"
-    program = [sys.executable, "-W", "ignore", portable_matrix.__file__, str(capability), str(out)]
-    done = subprocess.run(program, capture_output=True, text=True)
+ALL_CARDS = "JETRL_ALL_CARDS" in os.environ
+
+
+def compiled_by(program: str, folder: Path, capability: str, *words: str) -> list[dict[str, Any]]:
+    """Return the kernels that a program of this folder compiled."""
+    out = folder / "kernels.json"
+    path = str(Path(__file__).with_name(program))
+    command = [sys.executable, "-W", "ignore", path, capability, str(out)]
+    done = subprocess.run([*command, *filter(None, words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
+    return kernels
+
+
+@pytest.mark.parametrize("capability", CARDS if ALL_CARDS else (80, 90, 120))
+def test_kernels_compile_and_keep_the_rules(capability: int, tmp_path: Path) -> None:
+    kernels = compiled_by("portable_matrix.py", tmp_path, str(capability))
     broken = {f"{one['case']} {one['kernel']}": one["problems"] for one in kernels}
     assert {name: problems for name, problems in broken.items() if problems} == {}
     compiled = {one["kernel"] for one in kernels}
-    assert launched() - compiled == set()
+    assert launched(PORTABLE) - compiled == set()
 
 
-def launched() -> set[str]:
-    """Return the kernels of the portable files that are launched."""
+def launched(files: tuple[str, ...]) -> set[str]:
+    """Return the kernels of some files that are launched."""
     return {
         f"{file.stem}.{name}"
-        for pattern in PORTABLE
+        for pattern in files
         for file in SOURCE.glob(pattern)
         for name in re.findall(r"^ +(?:\w+ = )?(\w*kernel)\[", file.read_text(), re.MULTILINE)
     }
+
+
+# Every plan, shape and GPU with JETRL_ALL_CARDS=1; else these parts of a whole model.
+ALL = [(capability, plan, "") for capability in CARDS for plan in ("bf16", "int8/int8")]
+SOME = [
+    *((80, "int8/int8", f"qwen3-8b:{piece}") for piece in ("decode", "prefill", "update")),
+    *((80, "int8/int8", "qwen3-8b:long_update"), (120, "bf16", "smollm2-135m:update")),
+]
+
+
+@pytest.mark.parametrize("capability, plan, piece", ALL if ALL_CARDS else SOME)
+def test_kernels_of_other_plans_compile(
+    capability: int, plan: str, piece: str, tmp_path: Path
+) -> None:
+    kernels = compiled_by("plans_matrix.py", tmp_path, str(capability), plan, piece)
+    broken = {f"{one['case']} {one['kernel']}": one["problems"] for one in kernels}
+    assert {name: problems for name, problems in broken.items() if problems} == {}
+    compiled = {one["kernel"] for one in kernels}
+    assert "update" not in piece or compiled & launched(AMPERE)
+    assert piece or launched(AMPERE) - compiled == set()
 
 
 @pytest.mark.parametrize(

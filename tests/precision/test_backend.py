@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from jetrl.kernels.backend import TABLES, Kernels, kernels_of
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import fuses
+from jetrl.models.model import check_device
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
@@ -65,6 +67,13 @@ def test_a_cpu_computes_the_references() -> None:
     assert not fuses(x)
 
 
+# Of other plans: what other GPUs than Hopper refuse so far.
+MISSING = {
+    *("project_down", "project_up", "adapted_matmul", "quantized_adapted_matmul"),
+    *("nvfp4_adapted_matmul", "nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad", "fp8_matmul"),
+}
+
+
 @of_each
 @pytest.mark.parametrize("protocol", [Arithmetic, Kernels])
 def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) -> None:
@@ -74,7 +83,7 @@ def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) ->
     functions = inspect.getmembers(protocol, inspect.isfunction)
     names = [name for name, _ in functions if not name.startswith("_")]
     assert len(names) > 10
-    absent = UNDEFINED if backend.defined else DEFINED
+    absent = UNDEFINED if backend.defined else DEFINED if backend.adapters else DEFINED | MISSING
     names = [name for name in names if name not in absent]
     assert not [name for name in absent if hasattr(table, name)]
     for name in names:
@@ -160,8 +169,46 @@ def test_an_adapter_has_no_kernels_with_defined_bits(hopper: torch.device) -> No
     backends.select_backend(defined=True)
     shape = ModelConfig.from_hf(config())
     adapter = Adapter.new(shape, LoRA(8, 16.0), seed=0)
-    with pytest.raises(UserError, match=r"preset = integer has no kernels"):
+    with pytest.raises(UserError, match=r"no kernels for an adapter under .*preset = integer"):
         Policy.from_config(config(), "integer", device=hopper, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    "preset, gradients, message",
+    [
+        (
+            "int8",
+            None,
+            r"grad_output = e4m3: .* no kernels for FP8; use precision\.grad_output=int8",
+        ),
+        ("unified", None, "no kernels for FP8; use another precision.preset"),
+        ("mixed", None, "no kernels for FP8; use another precision.preset"),
+        ("int8", "int8", None),
+        ("int8", "bf16", None),
+        ("bf16", None, None),
+        ("integer", None, None),
+    ],
+)
+def test_a_card_without_e4m3_refuses_by_name(
+    preset: str, gradients: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    plan = PrecisionPlan.preset(preset)
+    plan = plan.replace(grad_output=gradients) if gradients else plan
+    backends.select_backend(defined=plan.defined)
+    gpu = torch.device("cuda", 400)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        check_device(ModelConfig.from_hf(config()), plan, gpu)
+
+
+def test_an_adapter_is_refused_on_other_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    backends.select_backend()
+    adapter = Adapter.new(ModelConfig.from_hf(config()), LoRA(8, 16.0), seed=0)
+    with pytest.raises(UserError, match=r"RTX 30 and later\) has no kernels for an adapter"):
+        Policy.from_config(config(), "bf16", device=torch.device("cuda", 401), adapter=adapter)
 
 
 @pytest.mark.parametrize("backend, opened", [("triton", "auto"), ("reference", "reference")])
@@ -197,7 +244,7 @@ def test_a_model_on_a_gpu_without_kernels_gets_advice_in_options(
     tmp_path: Path, gpu_of_another_maker: torch.device
 ) -> None:
     make_tiny(tmp_path)
-    for_all = r"and with --plan integer an NVIDIA card .*; use --device cpu$"
+    for_all = r"jetrl supports an NVIDIA card from 8\.0 on .*; use --device cpu$"
     with pytest.raises(UserError, match=for_all) as refused:
         opening.open_policy(tmp_path, None, "cuda")
     assert "run." not in str(refused.value)
@@ -215,8 +262,8 @@ def test_the_self_check_runs_on_the_selected_backend(
     monkeypatch.setattr(parity, "measure", measure)
     for name in ("auto", "triton"):
         backends.select_backend(name, defined=True)
-        assert parity._flow_check("integer", "cpu").ok
-    assert used == [backends.HOPPER_DEFINED, backends.TRITON]
+        assert parity._flow_check(PrecisionPlan.preset("integer"), "cpu").ok
+    assert used == [backends.HOPPER_DEFINED, backends.TRITON_DEFINED]
 
 
 @pytest.mark.parametrize(
@@ -225,10 +272,11 @@ def test_the_self_check_runs_on_the_selected_backend(
         ((9, 0), "auto", False, backends.HOPPER),
         ((9, 0), "auto", True, backends.HOPPER_DEFINED),
         ((9, 0), "hopper", True, backends.HOPPER_DEFINED),
-        ((9, 0), "triton", True, backends.TRITON),
-        ((8, 0), "auto", True, backends.TRITON),
-        ((12, 0), "auto", False, None),
-        ((12, 0), "triton", False, backends.TRITON),  # which refuses the plan
+        ((9, 0), "triton", True, backends.TRITON_DEFINED),
+        ((9, 0), "triton", False, backends.TRITON),
+        ((8, 0), "auto", True, backends.TRITON_DEFINED),
+        ((8, 0), "auto", False, backends.TRITON),
+        ((12, 0), "auto", False, backends.TRITON),
         ((8, 0), "hopper", False, None),
         ((7, 5), "auto", True, None),
     ],
@@ -249,12 +297,8 @@ def test_a_backend_is_selected_by_card_name_and_plan(
 @pytest.mark.parametrize(
     "backend, defined, integer, message",
     [
-        (
-            backends.TRITON,
-            False,
-            False,
-            "run.backend = triton runs precision.preset = integer only",
-        ),
+        (backends.TRITON_DEFINED, False, False, r"another precision plan: .*\(defined=False\)"),
+        (backends.TRITON, True, True, r"another precision plan: .*\(defined=True\)"),
         (backends.HOPPER_DEFINED, False, False, r"another precision plan: .*\(defined=False\)"),
         (backends.HOPPER, True, True, r"another precision plan: .*\(defined=True\)"),
         (backends.HOPPER, False, True, "INT8 queries: use precision.preset = integer"),

@@ -108,20 +108,18 @@ def _check_torch() -> Finding:
 def _check_device() -> Finding:
     import torch
 
-    from jetrl.precision.backend import SUPPORTED, accelerator, selected_backend
+    from jetrl.precision.backend import HOPPER, SUPPORTED, accelerator
 
     if not torch.cuda.is_available():
         detail = "no GPU: CPU references, enough for the demo, the tests and tiny models"
         return Finding("OK", "device", detail)
     major, minor = torch.cuda.get_device_capability()
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
-    if accelerator() is not None:
+    if (backend := accelerator()) is not None:
+        if backend is not HOPPER:
+            return Finding("OK", "device", f"{detail}; kernels of run.backend=triton")
         gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
         return Finding("OK", "device", f"{detail}; FP8 GEMM: {gemm}, and Triton for few rows")
-    with selected_backend(defined=True):
-        if accelerator() is not None:
-            detail += "; kernels of precision.preset=integer only: other plans run on the CPU"
-            return Finding("OK", "device", detail)
     step = f"jetrl supports {SUPPORTED}; on others set run.device=cpu"
     return Finding("WARN", "device", detail, step)
 
@@ -181,12 +179,13 @@ def _check_fp8_cast() -> list[Finding]:
 def _check_exactness() -> list[Finding]:
     """Check that every operation is batch-invariant: a row's result depends on no other row."""
     from jetrl.precision.backend import accelerator
-    from jetrl.session.parity import PROVING, check_policy, self_check
+    from jetrl.session.parity import PROVING, check_policy, default_plan, self_check
 
     properties = [("exact", checked) for checked in self_check()]
     if accelerator() is not None:
+        import torch
+
         from jetrl.models.policy import Policy
-        from jetrl.precision import PrecisionPlan
         from jetrl.runs.console import announced_if_slow
 
         # Also check at the shapes of a real model, as a run does at its start.
@@ -198,7 +197,8 @@ def _check_exactness() -> list[Finding]:
         }  # fmt: skip
         with announced_if_slow(PROVING):
             properties += [("exact on the GPU", checked) for checked in self_check("cuda")]
-            policy = Policy.from_config(shape, PrecisionPlan.preset(DEFAULT_PRESET), 0, "cuda")
+            plan = default_plan(torch.device("cuda"))
+            policy = Policy.from_config(shape, plan, 0, "cuda")
             where = f"{DEFAULT_PRESET} at qwen3-0.6b's shapes"
             properties += [(where, checked) for checked in check_policy(policy)]
     step = f"runs with an exact plan will stop: {REPORT}"

@@ -149,7 +149,19 @@ def _portable() -> Kernels:
     return cast(Kernels, table)  # without what plans of these backends refuse
 
 
-TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper, "portable": _portable}
+@functools.cache
+def _ampere() -> Kernels:
+    from jetrl.kernels import ampere
+
+    table: _OfOtherPlans = ampere
+    return cast(Kernels, table)
+
+
+TABLES: dict[str, Callable[[], Kernels]] = {
+    "hopper": _hopper,
+    "ampere": _ampere,
+    "portable": _portable,
+}
 
 
 def kernels_of(x: Tensor) -> Kernels | None:

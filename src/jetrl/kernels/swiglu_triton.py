@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.exponential_triton import gluon_sigmoid, sigmoid
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, FP8Format, QTensor
 from jetrl.precision.triton import tile
 from jetrl.precision.triton.int8 import part_layout, rotated_part, row_warps, store_row
 from jetrl.precision.triton.launch import (
@@ -35,6 +35,8 @@ from jetrl.precision.triton.launch import (
 from jetrl.precision.triton.layout import cdiv, empty_int8_operand, empty_row_groups, is_ragged
 from jetrl.precision.triton.quantize import (
     load_tile,
+    quantize_rows_and_tokens,
+    quantize_squares,
     round_to_bfloat16,
     rows_of_program,
     rule,
@@ -278,6 +280,15 @@ def check_gate_up(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
     if dy is not None:
         assert (dy.dtype, dy.shape, dy.is_contiguous()) == (torch.bfloat16, shape, True)
     return shape
+
+
+def swiglu_backward_quantize(
+    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES
+) -> tuple[QTensor, QTensor, QTensor]:
+    """`swiglu_hopper.swiglu_backward_quantize` in three passes; dy is overwritten with y."""
+    dx = swiglu_backward(dy, gate_up, dy)
+    rows, tokens = quantize_rows_and_tokens(dx, format, scales)
+    return rows, tokens, quantize_squares(dy, scales)
 
 
 _VALUES_ROWS = 16  # rows per tile: three results per element take many registers

@@ -29,7 +29,7 @@ from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import REFERENCE, backend_elsewhere, backend_for, has_kernels
+from jetrl.precision.backend import HOPPER, REFERENCE, backend_elsewhere, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan
 
@@ -71,10 +71,11 @@ class Model:
         self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
         check_device(config, plan, self.device)
-        if adapter is not None and plan.defined and has_kernels(self.device):
+        if adapter is not None and not backend_for(self.device).adapters:
             raise UserError(
-                f"an adapter under precision.preset = {plan.name} has no kernels: use "
-                "precision.preset = int8, or run.device=cpu"
+                f"{backend_for(self.device).gpus} has no kernels for an adapter under "
+                f"precision.preset = {plan.name}: use run.device=cpu, or {HOPPER.gpus} and "
+                "another preset than integer"
             )
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
@@ -326,6 +327,12 @@ def check_device(
         formats.update(plan.linear_formats(layer, config.num_layers).values())
     if config.head == "lm":
         formats.add(number_format(plan.lm_head))
+    gradients = plan.backward_format
+    if gradients not in formats and not backend.takes(gradients.dtype):
+        raise UserError(
+            f"precision.grad_output = {plan.grad_output}: {backend.gpus} has no kernels for "
+            f"{gradients.words}; use precision.grad_output=int8, or run.device=cpu"
+        )
     backend.check_formats({format.words: format.dtype for format in formats})
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

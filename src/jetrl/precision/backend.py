@@ -7,7 +7,9 @@ tensor's device; it is imported on first use, since a machine without a GPU may 
 
 A process uses one backend per kind of GPU (`select_backend`). Plans whose operations are defined
 for every machine (`PrecisionPlan.defined`) have backends of their own, whose kernels all have the
-bits of the references: HOPPER_DEFINED and TRITON. Their tables lack what such plans refuse.
+bits of the references: HOPPER_DEFINED and TRITON_DEFINED. Their tables lack what such plans refuse.
+Under other plans the kernels of HOPPER and TRITON agree between sampler and trainer, each with bits
+of its own.
 
 No other code depends on the kind of GPU. To support a new one, add a record to `BACKENDS` with two
 tables of kernels; some kernels may be those of Hopper. Attention always uses the table, even if
@@ -131,6 +133,7 @@ class Backend:
         shared_memory: Bytes of shared memory per thread block.
         multiprocessors: Number of SMs, by which products are tiled.
         defined: Whether every operation has the bits of its reference, and attention INT8 queries.
+        adapters: Whether its tables have the products of adapters.
     """
 
     name: str
@@ -146,6 +149,7 @@ class Backend:
     shared_memory: int = 0
     multiprocessors: int = 0
     defined: bool = False
+    adapters: bool = False
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic | None:
@@ -164,16 +168,10 @@ class Backend:
 
     def check_plan(self, defined: bool, integer_attention: bool) -> None:
         """Raise a UserError if no kernel supports a plan with these properties of its class."""
-        others = (each.defined for each in BACKENDS if each.name == self.name)
-        if self.defined != defined and defined in others:
+        if self.defined != defined:
             raise UserError(
                 "this process has selected a GPU's kernels of another precision plan: call "
                 f"jetrl.precision.backend.select_backend(defined={defined}) before the plan is used"
-            )
-        if self.defined and not defined:
-            raise UserError(
-                f"{self.gpus}: run.backend = {self.name} runs precision.preset = integer only; use "
-                "that preset, or run.device=cpu"
             )
         if integer_attention and not self.defined:
             raise UserError(
@@ -181,9 +179,13 @@ class Backend:
                 "precision.preset = integer"
             )
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether there are kernels for a storage dtype; references take all."""
+        return self.kernels == "" or dtype in self.dtypes
+
     def check_formats(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise a UserError that names the formats whose dtypes no kernel supports."""
-        missing = [words for words, dtype in dtypes.items() if dtype not in self.dtypes]
+        missing = [words for words, dtype in dtypes.items() if not self.takes(dtype)]
         if missing:
             raise UserError(
                 f"{self.gpus} has no kernels for {' and '.join(missing)}; use another "
@@ -203,13 +205,22 @@ def _hopper_defined() -> _OfDefinedPlans:
     return defined
 
 
-def _triton() -> _OfDefinedPlans:
+def _triton() -> _OfOtherPlans:
     from jetrl.precision.triton import operations
 
-    return operations
+    # Without adapters and NVFP4, which are refused.
+    return cast(_OfOtherPlans, operations)
 
 
-REFERENCE = Backend("reference", lambda: None, None, logits_at_once=2**24, defined=True)
+def _triton_defined() -> _OfDefinedPlans:
+    from jetrl.precision.triton import defined
+
+    return defined
+
+
+REFERENCE = Backend(
+    "reference", lambda: None, None, logits_at_once=2**24, defined=True, adapters=True
+)
 HOPPER = Backend(
     "hopper",
     _hopper,
@@ -223,6 +234,7 @@ HOPPER = Backend(
     dtypes=(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8),
     shared_memory=hopper.SHARED_MEMORY,
     multiprocessors=hopper.MULTIPROCESSORS,
+    adapters=True,
 )
 HOPPER_DEFINED = replace(
     HOPPER,
@@ -230,18 +242,32 @@ HOPPER_DEFINED = replace(
     kernels="portable",
     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16),  # two planes: int16
     defined=True,
+    adapters=False,
 )
 TRITON = replace(
-    HOPPER_DEFINED,
+    HOPPER,
     name="triton",
     table=_triton,
+    kernels="ampere",
     gpus="an NVIDIA card from 8.0 on (A100, RTX 30 and later)",
     capabilities=(*((8, 0), (8, 6), (8, 7), (8, 9), (9, 0)), *((10, 0), (10, 3), (12, 0), (12, 1))),
+    dtypes=(torch.float32, torch.bfloat16, torch.int8),
     shared_memory=99 * 2**10,
     multiprocessors=0,
+    adapters=False,
 )
-BACKENDS = (HOPPER, HOPPER_DEFINED, TRITON)  # plans for another machine assume Hopper
-SUPPORTED = f"{HOPPER.gpus}, and with precision.preset=integer {TRITON.gpus}"
+TRITON_DEFINED = replace(
+    HOPPER_DEFINED,
+    name="triton",
+    table=_triton_defined,
+    gpus=TRITON.gpus,
+    capabilities=TRITON.capabilities,
+    shared_memory=TRITON.shared_memory,
+    multiprocessors=0,
+)
+# Plans for another machine assume Hopper.
+BACKENDS = (HOPPER, HOPPER_DEFINED, TRITON, TRITON_DEFINED)
+SUPPORTED = TRITON.gpus
 
 
 @dataclass(frozen=True)
@@ -253,11 +279,9 @@ class _Selection:
 
     def of(self, capability: tuple[int, int] | None) -> Backend | None:
         """Return the backend of a GPU (None: of any) for the plan; None without kernels for it."""
-        there = [b for b in BACKENDS if capability is None or capability in b.capabilities]
-        there = [b for b in there if self.name in ("auto", b.name)]
-        fitting = [b for b in there if b.defined == self.defined]
-        # One that was asked for by name refuses the plan itself.
-        return next(iter(fitting if self.name == "auto" else fitting + there), None)
+        fitting = [b for b in BACKENDS if capability is None or capability in b.capabilities]
+        fitting = [b for b in fitting if b.defined == self.defined]
+        return next((b for b in fitting if self.name in ("auto", b.name)), None)
 
 
 _selection = _Selection()

@@ -27,7 +27,8 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import add_adapter
 from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
-from jetrl.precision.backend import has_kernels, selected_backend
+from jetrl.precision.backend import Backend, backend_for, has_kernels, selected_backend
+from jetrl.precision.formats import FP8, number_format
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear
@@ -41,7 +42,7 @@ from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import announced_if_slow
-from jetrl.settings.presets import PRESETS
+from jetrl.settings.presets import DEFAULT_PRESET, PRESETS
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import PromptInputs, SamplingParams
 
@@ -353,22 +354,41 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     a, b = (nn.Parameter(normal(*size).float()) for size in (shape.a_shape, shape.b_shape))
     adapter = AdapterWeight("adapter", a, b, shape, torch.bfloat16)
     integers = int8_rows(normal(96, 256))
+    backend = backend_for(torch.device(device))
     by_rows: dict[str, Callable[[slice], Tensor]] = {
-        "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
         "INT8 GEMM": lambda s: int8_matmul(int8_rows(x[s]), integers, torch.float32),
         "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
-        "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
         "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
         **{name: of_rows(f) for block in BLOCKS.values() for name, f in block.self_checks.items()},
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
+    # What a GPU lacks is refused by name, so no run depends on it.
+    if backend.takes(FP8.dtype):
+        by_rows["FP8 GEMM"] = lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32)
+    if backend.adapters:
+        by_rows["adapter"] = lambda s: add_adapter(product[s].clone(), x[s], adapter)
     checks = [_batch_check(name, f, f(slice(None))) for name, f in by_rows.items()]
-    exact = [name for name in PRESETS if PrecisionPlan.preset(name).exact]
-    return [*checks, *(_flow_check(name, device) for name in exact)]
+    plans = dict.fromkeys(_fitting(PrecisionPlan.preset(name), backend) for name in PRESETS)
+    return [*checks, *(_flow_check(plan, device) for plan in plans if plan and plan.exact)]
 
 
-def _flow_check(preset: str, device: str | torch.device) -> Check:
-    plan = PrecisionPlan.preset(preset)
+def default_plan(device: torch.device) -> PrecisionPlan:
+    """Return the default plan, on a GPU without FP8 with output gradients in INT8."""
+    plan = _fitting(PrecisionPlan.preset(DEFAULT_PRESET), backend_for(device))
+    assert plan is not None, "every GPU with kernels multiplies INT8"
+    return plan
+
+
+def _fitting(plan: PrecisionPlan, backend: Backend) -> PrecisionPlan | None:
+    """Return a plan, one of INT8 with INT8 gradients if a backend needs these, or None."""
+    # Without E4M3, a GPU can still multiply INT8 weights by INT8 gradients.
+    if backend.takes(number_format(plan.train_linear).dtype):
+        fits = backend.takes(plan.backward_format.dtype)
+        return plan if fits else plan.replace(grad_output="int8")
+    return None
+
+
+def _flow_check(plan: PrecisionPlan, device: str | torch.device) -> Check:
     shape = {
         "model_type": "qwen3", "hidden_size": 128, **FAMILIES["qwen3"].block.tiny(),
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -377,4 +397,5 @@ def _flow_check(preset: str, device: str | torch.device) -> Check:
     with selected_backend(None, defined=plan.defined):
         policy = Policy.from_config(shape, plan, seed=0, device=device)
         result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
-        return _flow_result(f"flow {preset}", policy, result)
+        gradients = "" if plan == PrecisionPlan.preset(plan.name) else " with grad_output=int8"
+        return _flow_result(f"flow {plan.name}{gradients}", policy, result)

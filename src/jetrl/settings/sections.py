@@ -95,7 +95,7 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available"""
     backend: Literal["auto", "hopper", "triton", "reference"] = "auto"
-    """kernels of the GPU; triton: precision.preset = integer on any NVIDIA GPU from 8.0 on;
+    """kernels of the GPU; triton: any NVIDIA GPU from 8.0 on, presets integer, bf16, int8;
     reference: plain PyTorch, slow, on any GPU with run.device = cuda"""
 
     @field_validator("name")

@@ -20,6 +20,7 @@ only on the lengths in a batch, so gradients are deterministic.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,11 +36,25 @@ from jetrl.kernels.attention.backward_lists import (
 )
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
 from jetrl.kernels.exponential_triton import LOG2_E
+from jetrl.precision.backend import HOPPER, backend_of
 from jetrl.precision.triton.layout import cdiv, round_up
 
 _ROWS = 16  # keys per program that adds parts: 16 KB of each part for head_dim 128
 _STEP = 64  # rows per step of the inner loops
 _LINES = 64  # vectors per program that scales keys: reads 8 KB of codes, writes 16 KB
+
+
+class _Tile(NamedTuple):
+    """Keys of a program at a time, warps of dQ's programs, and pipeline stages."""
+
+    keys: int
+    dq_warps: int
+    stages: int
+
+
+_HOPPER = _Tile(keys=BACKWARD_KEYS, dq_warps=4, stages=3)
+# Without wgmma, operands and sums share registers; shared memory may be 99 KB.
+_OTHERS = _Tile(keys=64, dq_warps=8, stages=2)
 
 
 @triton.jit(do_not_specialize=["first_group", "num_groups"])
@@ -103,7 +118,7 @@ def _dkdv_step(
     MASKED: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Return dK and dV of a block of keys, with one block of queries of one head added."""
+    """Return dK and dV of some keys, with one block of queries of one head added."""
     # P and dS are [keys, queries], so that they are left operands of the products that sum over
     # queries. Rows past the end belong to the next sequence (or are zeros): finite, and masked.
     row = q0 + tl.arange(0, BLOCK_M)
@@ -136,14 +151,15 @@ def _dkdv_kernel(
     q_desc, k_ptr, v_ptr, ks_ptr, vs_ptr, do_desc, ds_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     sums_ptr, tiles_ptr, branches_ptr, line_stride, scale, first_group, num_groups, head_tiles,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STORE: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of a block of keys, summed over queries and the query heads of the group.
+    """Write dK and dV of KEYS keys of a block, summed over queries and query heads of the group.
 
     Args:
         q_desc: bfloat16 [T, H * D], in boxes [BLOCK_M, D], like do_desc.
         k_ptr: FP8, int8 or bfloat16 [T, G, D], like v_ptr; scales are float32 [T, G].
-        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of a tile, written if STORE.
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of KEYS rows, written if STORE.
         lse_ptr: float32 [H, line_stride], base 2; delta_ptr has the same shape.
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written for parts if SHARED.
     """
@@ -155,7 +171,8 @@ def _dkdv_kernel(
     record = tiles_ptr + tl.program_id(0) // num_groups * 7
     row0, end = tl.load(record), tl.load(record + 1)
     stored = tl.load(record + 2) + group_here * GROUP * head_tiles
-    key = row0 + tl.arange(0, BLOCK_N)
+    skip = tl.program_id(1) * KEYS
+    key = row0 + skip + tl.arange(0, KEYS)
     ok = key < end
     at = key.to(tl.int64)[:, None] * (G * D) + group * D + tl.arange(0, D)[None, :]
     k = tl.load(k_ptr + at, mask=ok[:, None], other=0.0).to(tl.bfloat16)
@@ -165,10 +182,10 @@ def _dkdv_kernel(
         a = tl.load(ks_ptr + line, mask=ok, other=0.0) * (scale * LOG2_E)
         vs = tl.load(vs_ptr + line, mask=ok, other=0.0)
     else:
-        a = tl.full([BLOCK_N], LOG2_E, tl.float32) * scale
+        a = tl.full([KEYS], LOG2_E, tl.float32) * scale
         vs = a
-    dk = tl.zeros([BLOCK_N, D], tl.float32)
-    dv = tl.zeros([BLOCK_N, D], tl.float32)
+    dk = tl.zeros([KEYS, D], tl.float32)
+    dv = tl.zeros([KEYS, D], tl.float32)
     # The first blocks of queries cross the diagonal, and the last may be cut by the end. Masked
     # steps of all heads come first, then unmasked ones, each in one loop over heads and blocks, so
     # that the compiler pipelines loads across heads.
@@ -182,7 +199,8 @@ def _dkdv_kernel(
     for t in range(edges * GROUP):
         i = tl.where(t % edges < diagonal, t % edges, whole)
         dk, dv = _dkdv_step(
-            q_desc, do_desc, ds_desc, (stored + t // edges * head_tiles + i) * BLOCK_N, lse_ptr,
+            q_desc, do_desc, ds_desc, (stored + t // edges * head_tiles + i) * BLOCK_N + skip,
+            lse_ptr,
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // edges,
             k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
@@ -190,7 +208,8 @@ def _dkdv_kernel(
     for t in range(steps * GROUP):
         i = diagonal + t % steps
         dk, dv = _dkdv_step(
-            q_desc, do_desc, ds_desc, (stored + t // steps * head_tiles + i) * BLOCK_N, lse_ptr,
+            q_desc, do_desc, ds_desc, (stored + t // steps * head_tiles + i) * BLOCK_N + skip,
+            lse_ptr,
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
             k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
@@ -207,7 +226,8 @@ def _dkdv_kernel(
             for t in range(num_whole * GROUP):
                 i = t % num_whole
                 dk, dv = _dkdv_step(
-                    q_desc, do_desc, ds_desc, (tile + t // num_whole * head_tiles + i) * BLOCK_N,
+                    q_desc, do_desc, ds_desc,
+                    (tile + t // num_whole * head_tiles + i) * BLOCK_N + skip,
                     lse_ptr, delta_ptr, line_stride, first_query + i * BLOCK_M, end_query,
                     group * GROUP + t // num_whole,
                     k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
@@ -215,7 +235,8 @@ def _dkdv_kernel(
             num_cut = tl.cdiv(end_query - first_query, BLOCK_M) - num_whole
             for t in range(num_cut * GROUP):
                 dk, dv = _dkdv_step(
-                    q_desc, do_desc, ds_desc, (tile + t * head_tiles + num_whole) * BLOCK_N,
+                    q_desc, do_desc, ds_desc,
+                    (tile + t * head_tiles + num_whole) * BLOCK_N + skip,
                     lse_ptr, delta_ptr, line_stride, first_query + num_whole * BLOCK_M, end_query,
                     group * GROUP + t,
                     k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
@@ -223,7 +244,7 @@ def _dkdv_kernel(
         # A part stores float32 sums instead of gradients.
         place = tl.load(record + 6)
         if place >= 0:
-            within = tl.arange(0, BLOCK_N)[:, None] * D + tl.arange(0, D)[None, :]
+            within = (skip + tl.arange(0, KEYS))[:, None] * D + tl.arange(0, D)[None, :]
             sums = (place.to(tl.int64) * num_groups + group_here) * (2 * BLOCK_N * D)
             tl.store(sums_ptr + sums + within, dk)
             tl.store(sums_ptr + sums + BLOCK_N * D + within, dv)
@@ -237,17 +258,18 @@ def _dkdv_kernel(
 def _dq_stored_kernel(
     ds_desc, k_desc, dq_ptr, tiles_ptr, scale, first_group, num_heads, head_tiles,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEYS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ [T, H, D] of two neighboring blocks of BLOCK_M queries of one head.
 
     Args:
-        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of a tile.
-        k_desc: bfloat16 [T, G * D], dequantized keys, in boxes [BLOCK_N, D].
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], in boxes of KEYS rows.
+        k_desc: bfloat16 [T, G * D], dequantized keys, in boxes [KEYS, D].
     """
     # Blocks of queries m and m + 1 end at the same block of keys, on their diagonal, and share each
     # loaded block of keys. Their tiles are neighbors. Heads are counted among those whose dS is
     # stored at the time: all heads, or those of some key-value heads.
+    PARTS: tl.constexpr = BLOCK_N // KEYS
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
     record = tiles_ptr + tl.program_id(0) // num_heads * 8
@@ -263,16 +285,18 @@ def _dq_stored_kernel(
         stem_row, stem_blocks = tl.load(record + 4), tl.load(record + 5)
         with_stem = tl.load(record + 6) + head_here * head_tiles
         step = tl.load(record + 7)
-        for j in range(0, stem_blocks):
-            k = k_desc.load([stem_row + j * BLOCK_N, (head // GROUP) * D])
-            place = (with_stem + j * step) * BLOCK_N
+        for t in range(0, stem_blocks * PARTS):
+            j, skip = t // PARTS, t % PARTS * KEYS
+            k = k_desc.load([stem_row + t * KEYS, (head // GROUP) * D])
+            place = (with_stem + j * step) * BLOCK_N + skip
             low = tl.dot(ds_desc.load([place, 0]).T, k, low)
             high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
     # In the last iteration, dS is zero for keys past a query or past the end of the sequence. If
     # block m + 1 does not exist, its tiles belong to others, and its product is not stored.
-    for j in range(0, (row0 - first) // BLOCK_N + 1):
-        k = k_desc.load([first + j * BLOCK_N, (head // GROUP) * D])
-        place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
+    for t in range(0, ((row0 - first) // BLOCK_N + 1) * PARTS):
+        j, skip = t // PARTS, t % PARTS * KEYS
+        k = k_desc.load([first + t * KEYS, (head // GROUP) * D])
+        place = (tile0 + j * (blocks - j - 1)) * BLOCK_N + skip
         low = tl.dot(ds_desc.load([place, 0]).T, k, low)
         high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
     # Apply the score scale last, in float32; the keys already include their own scales.
@@ -404,6 +428,7 @@ def attention_backward(
         lse: float32 [H, T], natural log-sum-exp of the forward.
     """
     group = check_queries(q, codes)
+    tile = _HOPPER if backend_of(q).name == HOPPER.name else _OTHERS
     assert (do.dtype, do.shape, do.is_contiguous()) == (q.dtype, q.shape, True)
     assert len(tiles.query_tiles), "paged attention has no backward"
     tokens, heads, head_dim = q.shape
@@ -430,19 +455,19 @@ def attention_backward(
     q_rows, do_rows = rows(q), rows(do)
     ds_rows, key_rows = q_rows, q_rows
     if store:
-        key_rows = rows(_scaled_keys(codes), BACKWARD_KEYS)
+        key_rows = rows(_scaled_keys(codes), tile.keys)
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
-        ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
+        ds_rows = TensorDescriptor.from_tensor(stored, [tile.keys, _STEP])
     sums = delta if not of_parts else q.new_empty(count * of_parts // 4, dtype=torch.float32)
     # Each round overwrites dS and the sums of the previous one, which have been read by then.
     for first in range(0, groups, count):
         here = min(count, groups - first)
-        _dkdv_kernel[(here * len(tiles.key_tiles),)](
+        _dkdv_kernel[(here * len(tiles.key_tiles), BACKWARD_KEYS // tile.keys)](
             q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows, lse2, delta,
             dk, dv, sums, tiles.key_tiles, tiles.branches, width, scale, first, here,
-            tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
-            tiles.shared,
-            num_warps=8, num_stages=3,
+            tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS,
+            tile.keys, store, tiles.shared,
+            num_warps=8, num_stages=tile.stages,
         )  # fmt: skip
         if of_parts:
             grid = (here * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)
@@ -454,7 +479,7 @@ def attention_backward(
             _dq_stored_kernel[(here * group * len(tiles.stored_query_tiles),)](
                 ds_rows, key_rows, dq, tiles.stored_query_tiles, scale, first, here * group,
                 tiles.stored_tiles, heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
-                tiles.shared, num_warps=4, num_stages=3,
+                tile.keys, tiles.shared, num_warps=tile.dq_warps, num_stages=tile.stages,
             )  # fmt: skip
     if not store:
         k_scales, v_scales = (
@@ -464,6 +489,6 @@ def attention_backward(
             q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
             delta, dq, tiles.query_tiles, width, scale, groups, group, head_dim, codes.scaled,
             BACKWARD_QUERIES, _STEP, tiles.shared,
-            num_warps=4, num_stages=2,
+            num_warps=tile.dq_warps, num_stages=2,
         )  # fmt: skip
     return dq, dk, dv

@@ -1,8 +1,6 @@
 """Attention with many queries per sequence: training forward and chunked prefill.
 
-First, one pass over keys and values per layer (`stage_keys`) widens them to 16-bit operands, aligns
-each sequence to zero-padded blocks of 64, and computes the factors of the keys (`attention.core`).
-After that, packed sequences, quantized pages and BF16 pages look the same.
+`attention.staging` first widens keys and values to 16-bit operands, in blocks of 64.
 
 A program processes 192 queries of one head: three warpgroups of 64 rows, and a warp that loads
 blocks by TMA into five stages. The warpgroups share only these blocks, so one can multiply while
@@ -15,8 +13,6 @@ registers it would leave no room for a third warpgroup. Alternatives: docs/kerne
 # (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,16 +33,13 @@ from jetrl.kernels.attention.blocks import (
 )
 from jetrl.kernels.attention.core import (
     SPLIT_KEYS,
-    channel_of_slot,
     fold_weights,
     inverse,
-    key_factors,
     log_sum_exp,
     normalize,
     query_codes,
     score_scale,
     slots_of_channels,
-    widen_codes,
 )
 from jetrl.kernels.attention.layout import (
     BLOCK_KEYS,
@@ -55,6 +48,7 @@ from jetrl.kernels.attention.layout import (
     QueryTiles,
     check_queries,
 )
+from jetrl.kernels.attention.staging import StagedKeys, stage_keys
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
 from jetrl.precision.triton import gluon_names
 from jetrl.precision.triton import tile as tile_rules
@@ -62,98 +56,6 @@ from jetrl.precision.triton.launch import multiprocessors
 from jetrl.precision.triton.layout import empty_row_groups
 from jetrl.precision.triton.quantize import quantize_rows
 from jetrl.settings.presets import DEFAULT_SCALES
-
-
-@gluon.jit(do_not_specialize=["num_blocks"])
-def stage_keys_kernel(
-    k_ptr, v_ptr, ks_ptr, vs_ptr, blocks_ptr, kv_out, f_out, num_blocks,
-    G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-):  # fmt: skip
-    """Stage one block of 64 keys and values of one key-value head, and the factors of the keys.
-
-    Args:
-        k_ptr: FP8, int8 or bfloat16 [rows, G, D], like v_ptr; scales are float32 [rows, G].
-        blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
-        kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
-        f_out: float32 [G, num_blocks, 4, BLOCK_N]; rows 0 to 2 are written if SCALED.
-    """
-    # A thread holds 8 channels of a key, which it writes as 16 bytes.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-
-    # The head is the fastest program index, matching the layout of the input. The output has all
-    # blocks of a head together, so that a forward tile reads contiguous memory.
-    group = gl.program_id(0) % G
-    block = gl.program_id(0) // G
-    row0 = gl.load(blocks_ptr + block * 2).to(gl.int64)
-    valid = gl.load(blocks_ptr + block * 2 + 1)
-    out_block = group.to(gl.int64) * num_blocks + block
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-
-    # Write zeros for keys past the context: the forward masks their scores, but a NaN in a value
-    # would propagate through a weight of zero.
-    ok = (n < valid)[:, None]
-    source = row0 * (G * D) + group * D + (n * (G * D))[:, None]
-    k_out = kv_out + out_block * (2 * BLOCK_N * D) + n[:, None] * D + d[None, :]
-    v_out = k_out + BLOCK_N * D
-    v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
-    if SCALED:
-        # Codes are exact in FP16. Permute the channels of keys to the order in which the
-        # tensor-core instructions of decode add them.
-        k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
-        # Keys past the context get a scale of 1, since the factors of 0 are not finite.
-        key = gl.arange(0, BLOCK_N, line)
-        ks = gl.load(ks_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
-        vs = gl.load(vs_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
-        a, b, c = key_factors(ks, vs, SCORE_SCALE)
-        f = f_out + out_block * (4 * BLOCK_N) + key
-        gl.store(f, a)
-        gl.store(f + BLOCK_N, b)
-        gl.store(f + 2 * BLOCK_N, c)
-        gl.store(k_out, widen_codes(k))
-        gl.store(v_out, widen_codes(v))
-    else:
-        # Decode also reads BF16 keys in order.
-        gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
-        gl.store(v_out, v)
-
-
-@dataclass(frozen=True)
-class StagedKeys:
-    """Keys and values of a batch in the layout of the forward kernel, from `stage_keys`.
-
-    Attributes:
-        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: per block 64 keys, then 64
-            values.
-        factors: float32 [G * num_blocks * 4, 64]: per block the rows a, b, c of `attention.core`
-            and one unused row; uninitialized without scales.
-    """
-
-    kv: Tensor
-    factors: Tensor
-    num_blocks: int
-    codes: KeyValueCodes
-
-
-def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
-    """Return codes [T, G, D] or [P, 64, G, D], widened and aligned to the blocks of `tiles`."""
-    assert codes.k.ndim == 3 or codes.k.shape[1] == BLOCK_KEYS, f"pages of {codes.k.shape[1]}"
-    groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
-    dtype = torch.float16 if codes.scaled else torch.bfloat16
-    rows = groups * num_blocks
-    kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
-    factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
-    # A kernel cannot take None: without scales, pass a placeholder.
-    k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
-    stage_keys_kernel[(rows,)](
-        codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
-        groups, head_dim, BLOCK_KEYS, codes.scaled, score_scale(head_dim, codes.scaled),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return StagedKeys(kv, factors, num_blocks, codes)
-
 
 _STAGES = 5  # the maximum that fits shared memory: 33 KB per block with quantized keys
 # Shared-memory layouts that TMA writes and wgmma reads.

@@ -28,9 +28,9 @@ from jetrl.kernels.attention.decode import attend_decode_quantized as attend_dec
 from jetrl.kernels.attention.forward import attend_prefill as attend_prefill
 from jetrl.kernels.attention.forward import attend_prefill_quantized as attend_prefill_quantized
 from jetrl.kernels.attention.forward import attend_tiles as attend_tiles
-from jetrl.kernels.attention.forward import stage_keys as stage_keys
 from jetrl.kernels.attention.layout import KeyValueCodes as KeyValueCodes
 from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
+from jetrl.kernels.attention.staging import stage_keys as stage_keys
 
 
 def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jetrl.precision.hopper.int8_rows import int8_matmul
-from jetrl.precision.triton.operations import (
+from jetrl.precision.triton.defined import (
     add_planes_wgrad,
     add_products,
     combine,
