@@ -52,23 +52,23 @@ def tiles_of(device: str = "cuda") -> QueryTiles:
 @pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (9, 3, 64), (16, 1, 64)])
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "int8+fp8"])
 def test_attention_has_hoppers_bits(heads: int, groups: int, head_dim: int, kv: str) -> None:
-    from jetrl.kernels.attention import ampere, forward
+    from jetrl.kernels.attention import forward, forward_triton
 
     q, codes = batch(heads, groups, head_dim, kv)
     tiles = tiles_of()
-    staged = ampere.stage_keys(codes, tiles)
+    staged = forward_triton.stage_keys(codes, tiles)
     for split in (1024, 256):
-        ours, lse = ampere.attend_tiles(q, staged, tiles, split)
+        ours, lse = forward_triton.attend_tiles(q, staged, tiles, split)
         theirs, their_lse = forward.attend_tiles(q, staged, tiles, split)
         assert torch.equal(ours, theirs)
         assert torch.equal(lse, their_lse)
-        again, _ = ampere.attend_tiles(q, staged, tiles, split)
+        again, _ = forward_triton.attend_tiles(q, staged, tiles, split)
         assert torch.equal(ours, again)
 
 
 @pytest.mark.hopper
 def test_prefill_writes_hoppers_codes() -> None:
-    from jetrl.kernels.attention import ampere, forward
+    from jetrl.kernels.attention import forward, forward_triton
 
     q, codes = batch(8, 2, 128, "int8")
     pages = KeyValueCodes(
@@ -77,7 +77,7 @@ def test_prefill_writes_hoppers_codes() -> None:
     )
     tiles = QueryTiles.paged([300], [2100], [range(33)], "cuda")
     for scales in ("fp32", "pow2"):
-        ours = ampere.attend_prefill_quantized(q[:300], pages, tiles, scales)
+        ours = forward_triton.attend_prefill_quantized(q[:300], pages, tiles, scales)
         theirs = forward.attend_prefill_quantized(q[:300], pages, tiles, scales)
         assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
         assert torch.equal(ours.scales, theirs.scales)
@@ -88,13 +88,13 @@ def test_prefill_writes_hoppers_codes() -> None:
 def test_gradients_of_small_tiles_are_those_of_large_ones(
     kv: str, head_dim: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.attention import ampere, backward
+    from jetrl.kernels.attention import backward, forward_triton
 
     if backend_for(torch.device("cuda")).capabilities[-1] < (9, 0):
         pytest.skip("the large tiles need 227 KB of shared memory")
     q, codes = batch(8, 2, head_dim, kv)
     tiles = tiles_of()
-    o, lse = ampere.attend_batch(q, codes, tiles)
+    o, lse = forward_triton.attend_batch(q, codes, tiles)
     do = torch.randn_like(q)
     monkeypatch.setattr(backward, "STORED_DS_BYTES", kept)
     small = backward.attention_backward(do, q, codes, o, lse, tiles)

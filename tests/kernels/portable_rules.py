@@ -45,7 +45,7 @@ PORTABLE = (
     "precision/triton/expert_rows.py",
 )
 # Files whose kernels plans_matrix.py compiles, for any plan.
-AMPERE = ("kernels/attention/ampere.py", "precision/triton/float_tiles.py")
+PLANS = ("kernels/attention/forward_triton.py", "precision/triton/float_tiles.py")
 CARDS = {
     80: Card("A100", 163 * KB, 108),
     86: Card("RTX 3090", 99 * KB, 82),
@@ -95,7 +95,7 @@ SPILLS = {
     "attention_backward._dq_kernel": Spill(704, 352, "mma.sync; none in loops on Hopper"),
     "attention_backward._dk_dv_kernel": Spill(288, 128, "mma.sync; none on Hopper"),
     # Of plans_matrix.py.
-    "ampere.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
+    "forward_triton.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
     "float_tiles._product_kernel": Spill(16, 0, "before the loop over K"),
     "backward._dkdv_kernel": Spill(600, 320, "mma.sync; with head_dim 64 on sm_120"),
     "rotary_triton._backward_kernel": Spill(16, 8, "head_dim 128 on sm_120"),

@@ -150,16 +150,16 @@ def _portable() -> Kernels:
 
 
 @functools.cache
-def _ampere() -> Kernels:
-    from jetrl.kernels import ampere
+def _triton() -> Kernels:
+    from jetrl.kernels import triton
 
-    table: _OfOtherPlans = ampere
+    table: _OfOtherPlans = triton
     return cast(Kernels, table)
 
 
 TABLES: dict[str, Callable[[], Kernels]] = {
     "hopper": _hopper,
-    "ampere": _ampere,
+    "triton": _triton,
     "portable": _portable,
 }
 

@@ -248,7 +248,7 @@ TRITON = replace(
     HOPPER,
     name="triton",
     table=_triton,
-    kernels="ampere",
+    kernels="triton",
     gpus="an NVIDIA card from 8.0 on (A100, RTX 30 and later)",
     capabilities=(*((8, 0), (8, 6), (8, 7), (8, 9), (9, 0)), *((10, 0), (10, 3), (12, 0), (12, 1))),
     dtypes=(torch.float32, torch.bfloat16, torch.int8),

@@ -1,6 +1,6 @@
 """Compare kernels of GPUs from sm_80 on with references, by Triton's interpreter on a CPU.
 
-    TRITON_INTERPRET=1 python tests/kernels/interpreted_ampere.py
+    TRITON_INTERPRET=1 python tests/kernels/interpreted_plans.py
 
 It prints a JSON object: case -> what differs. Training attention, gradients and BF16 products are
 compared within rounding errors; decode and prefill with training, and tiles of the backward with
@@ -18,7 +18,7 @@ import torch
 from gluon_interpreter import set_rows_per_warp  # before the kernels
 from torch import Tensor
 
-from jetrl.kernels.attention import ampere, backward, decode, pages, staging
+from jetrl.kernels.attention import backward, decode, forward_triton, pages, staging
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
 from jetrl.precision.triton import float_tiles, tile
@@ -43,7 +43,7 @@ def prepare() -> None:
     """Replace instructions in PTX, and what wrappers ask about a GPU."""
     pages.widen_codes = staging.widen_codes = widen_codes
     tile.to_bfloat16 = to_bfloat16
-    for module in (ampere, backward, decode):
+    for module in (backward, decode, forward_triton):
         module.check_queries = lambda q, codes: q.shape[1] // codes.num_heads
     decode.overlapped = dict
     decode.gluon_let_next_start = decode.gluon_wait_for_previous = lambda: None
@@ -98,8 +98,8 @@ def compare(kv: str, heads: int, groups: int, head_dim: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(7)
     q = (1.5 * torch.randn(starts[-1], heads, head_dim, generator=g)).bfloat16()
     tiles = QueryTiles.packed(starts, "cpu")
-    staged = ampere.stage_keys(codes, tiles)
-    trained, _ = ampere.attend_tiles(q, staged, tiles, SPLIT)
+    staged = forward_triton.stage_keys(codes, tiles)
+    trained, _ = forward_triton.attend_tiles(q, staged, tiles, SPLIT)
     # Weights are rounded to FP16 or BF16, by 2**-11 or 2**-8 of themselves; scores err by less than
     # 2**-16. Both outputs are rounded to BF16, by at most 2**-8 of a value each.
     weight = 2.0**-11 if codes.scaled else 2.0**-8
@@ -111,7 +111,7 @@ def compare(kv: str, heads: int, groups: int, head_dim: int) -> dict[str, Any]:
     set_rows_per_warp(512 // (head_dim * codes.k.element_size()))  # 16 bytes per thread
     pool, tables = in_pages(codes, starts)
     paged = QueryTiles.paged(LENGTHS, LENGTHS, tables, "cpu")
-    prompts = ampere.attend_prefill(q, pool, paged, SPLIT)
+    prompts = forward_triton.attend_prefill(q, pool, paged, SPLIT)
     width = max(map(len, tables))
     table = torch.tensor([pages + [0] * (width - len(pages)) for pages in tables]).int()
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
@@ -164,7 +164,7 @@ def compare_gradients(kv: str, heads: int, head_dim: int, recomputed: bool) -> d
     g = torch.Generator().manual_seed(8)
     q, do = (torch.randn(cuts[-1], heads, head_dim, generator=g).bfloat16() for _ in range(2))
     tiles = QueryTiles.packed(cuts, "cpu", [-1, 0, 0, -1])
-    o, lse = ampere.attend_batch(q, codes, tiles)
+    o, lse = forward_triton.attend_batch(q, codes, tiles)
     work = (do, q, codes, o, lse, tiles)
     kept, backward.STORED_DS_BYTES = backward.STORED_DS_BYTES, 0 if recomputed else 2**30
     small = backward.attention_backward(*work)

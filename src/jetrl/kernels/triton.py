@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 from jetrl.kernels.adamw_triton import adamw_
-from jetrl.kernels.attention.ampere import (
+from jetrl.kernels.attention.backward import attention_backward
+from jetrl.kernels.attention.core import SPLIT_KEYS
+from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
+from jetrl.kernels.attention.forward_triton import (
     attend_batch,
     attend_equal_lengths,
     attend_equal_lengths_backward,
     attend_prefill,
     attend_prefill_quantized,
 )
-from jetrl.kernels.attention.backward import attention_backward
-from jetrl.kernels.attention.core import SPLIT_KEYS
-from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.decode_triton import (
     next_inputs,
     propose,
