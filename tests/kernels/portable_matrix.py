@@ -330,11 +330,11 @@ def planes_head() -> None:
         planes_of_hidden,
     )
 
-    vocabulary, width = 151936, 1024
-    weight, x = empty_int8_rows(vocabulary, width, META), empty(832, width)
-    for rows in (1, 832):
+    vocabulary, width = VOCABULARY, 1024
+    weight, x = empty_int8_rows(vocabulary, width, META), empty(1728, width)
+    for rows in (1, 1728):
         planes_fprop(planes_of_hidden(x[:rows]), weight)
-    dlogits = floats(832, vocabulary)
+    dlogits = floats(1728, vocabulary)
     planes_dgrad(dlogits, weight)
     add_planes_wgrad(floats(vocabulary, width), dlogits, planes_of_hidden(x))
 

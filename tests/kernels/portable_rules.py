@@ -90,6 +90,7 @@ SPILLS = {
     "rotary_triton._forward_kernel": Spill(56, 0, "stored once and loaded once"),
     "decode_triton._take_verified_kernel": Spill(8, 4, "one program per forward"),
     "sampling._bounds_kernel": Spill(8, 0, "32 warps leave few registers"),
+    "int8_planes._wgrad_kernel": Spill(80, 0, "a part of the total, stored and loaded once"),
     # Without wgmma, sums and operands share registers. No such GPU has been tuned for.
     "attention_forward._attend_kernel": Spill(288, 64, "mma.sync; none in loops on Hopper"),
     "attention_backward._dq_kernel": Spill(704, 352, "mma.sync; none in loops on Hopper"),

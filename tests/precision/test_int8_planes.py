@@ -129,7 +129,7 @@ def test_pieces_and_largest_codes_change_no_bit(monkeypatch: pytest.MonkeyPatch)
     whole = planes_fprop(planes_of_hidden(x), w), planes_dgrad(dy, w), torch.zeros(300, 64)
     add_planes_wgrad(whole[2], dy, planes_of_hidden(x))
     assert int(planes(dy).high.max()) == 127
-    monkeypatch.setattr(int8_planes, "_PIECE", 64)
+    monkeypatch.setattr(int8_planes, "_TOKENS", 64)
     parts = planes_fprop(planes_of_hidden(x), w), planes_dgrad(dy, w), torch.zeros(300, 64)
     add_planes_wgrad(parts[2], dy, planes_of_hidden(x))
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
@@ -156,7 +156,7 @@ def test_zero_tiny_and_not_finite_rows() -> None:
 
 def test_chunks_depend_on_the_vocabulary_only() -> None:
     sizes = [rows_per_chunk(v) for v in (11, 2048, 49152, 151936, 2**24)]
-    assert sizes == [65536, 65536, 2688, 832, 64]
+    assert sizes == [65536, 65536, 5440, 1728, 64]
 
 
 def relative(found: torch.Tensor, true: torch.Tensor) -> float:

@@ -49,14 +49,15 @@ from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import AMAX_FLOOR, Planes, QTensor, codes_as_float64, rotate
 
 _MAXIMUM = 32512.0  # 127 * 256, so that the high plane fits in INT8
-_PIECE = 65536  # terms of an int32 sum of low * high + high * low, below 2**31
+_MOST_ROWS = 65536  # an int32 sum of low * high + high * low is below 2**31
 _BLOCK = 512  # tokens of a block of DGrad: 32512 * 127 * 512 is below 2**31
-_CHUNK_LOGITS = 2**27
+_CHUNK_LOGITS = 2**28  # 1 GiB in float32; each chunk reads and writes the gradient of the weight
+_TOKENS = 8192  # of the vocabulary that the references multiply at once
 
 
 def rows_per_chunk(vocabulary: int) -> int:
     """Return the rows of logits whose WGrad has one scale per token of the vocabulary."""
-    return min(_PIECE, max(64, _CHUNK_LOGITS // vocabulary // 64 * 64))
+    return min(_MOST_ROWS, max(64, _CHUNK_LOGITS // vocabulary // 64 * 64))
 
 
 def planes(x: Tensor) -> Planes:
@@ -111,7 +112,7 @@ def planes_of_hidden_ref(x: Tensor) -> Planes:
 def planes_fprop_ref(x: Planes, w: QTensor) -> Tensor:
     """`planes_fprop` in plain PyTorch."""
     codes, out = x.codes(), x.scales.new_empty(len(x.high), w.shape[0])
-    for piece in _slices(w.shape[0], _PIECE):
+    for piece in _slices(w.shape[0], _TOKENS):
         sums = codes @ codes_as_float64(w.codes[piece]).mT  # below 2**53: exact
         out[:, piece] = sums.float() * x.scales * w.scales[piece].mT
     return out
@@ -130,7 +131,7 @@ def planes_dgrad_ref(dy: Tensor, w: QTensor) -> Tensor:
 def add_planes_wgrad_ref(total: Tensor, dy: Tensor, x: Planes) -> None:
     """`add_planes_wgrad` in plain PyTorch."""
     x_codes, x_low = x.codes(), codes_as_float64(x.low)
-    for piece in _slices(len(total), _PIECE):
+    for piece in _slices(len(total), _TOKENS):
         made = planes((dy[:, piece] * x.scales).mT.contiguous())
         # All four products, less the one of both low planes.
         sums = made.codes() @ x_codes - codes_as_float64(made.low) @ x_low

@@ -1,9 +1,9 @@
 """`precision.int8_planes` in plain Triton, for GPUs of compute capability 8.0 and later.
 
 Operands of INT8 tensor cores are contiguous along the sum. So DGrad and WGrad turn codes first, and
-take slabs of the vocabulary, so that their temporaries stay below 200 MB:
+take slabs of the vocabulary, so that their temporaries stay near 200 MB at most:
 
-    FProp   a program reads both planes and the weight once, with a sum of int32 for each plane
+    FProp   a program reads both planes and the weight once; both planes are one product
     DGrad   per slab: planes of dY * s_w; codes of W, turned; products of blocks, added in order
     WGrad   planes of X, turned; per slab: planes of dY * s_x, turned; products, rotated, added
 
@@ -14,6 +14,8 @@ Sums are int32. S = 256 * high + low is rounded once, see `_rounded`.
 # (Triton functions can annotate only constexpr arguments)
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -53,8 +55,8 @@ _SMALL_FPROP = {
     16: Tile(16, 64, 128, 4, 4),
 }
 FPROP = {"large": _LARGE_FPROP, "small": _SMALL_FPROP}
-DGRAD = {"large": Tile(64, 128, 128, 8, 4), "small": Tile(64, 128, 64, 8, 4)}
-WGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(128, 64, 64, 4, 3)}
+DGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(64, 128, 64, 8, 4)}
+WGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(128, 64, 64, 8, 3)}
 BLOCK = 512  # tokens of a block of DGrad, by the definition
 _DEEP = 128  # rows of a chunk are padded with zeros to a multiple
 _TOP = tl.constexpr(32512.0)
@@ -78,17 +80,37 @@ def _rounded(high, low):
 def _rotated(x, GROUPS: tl.constexpr):
     """Return float32 [GROUPS, 64] rotated: `precision.quantize.rotate` of one block per group.
 
-    A sum of two values has no order, and by reductions every value stays in its thread.
+    The other value of a pair is the sum of both as integers, modulo 2**32, minus the own one: one
+    shuffle if another thread holds it, and nothing else if not.
     """
     SIZE: tl.constexpr = GROUPS * 64
     second = (tl.arange(0, 2) == 1)[None, :, None]
     for stage in tl.static_range(6):
         pairs = tl.reshape(x, (SIZE >> (stage + 1), 2, 1 << stage))
-        sums = tl.sum(pairs, 1, keep_dims=True)
+        bits = pairs.to(tl.int32, bitcast=True)
+        others = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         # Not -pairs: Triton subtracts it from 0, and 0 - 0 is not -0.
-        differences = tl.sum(tl.where(second, pairs * -1.0, pairs), 1, keep_dims=True)
-        x = tl.reshape(tl.where(second, differences, sums), (GROUPS, 64))
+        x = tl.reshape(others + tl.where(second, pairs * -1.0, pairs), (GROUPS, 64))
     return x * 0.125
+
+
+@triton.jit
+def _both_planes(ptr, first, columns, stride, plane, ROWS: tl.constexpr):
+    """Return pointers [2 ROWS, C] to ROWS rows of the high plane, then of the low one, and rows.
+
+    One product of both has one wait. Triton waits for each product of INT8 by wgmma.
+    """
+    places = tl.arange(0, 2 * ROWS)
+    rows = first + places % ROWS
+    of_plane = (places // ROWS).to(tl.int64) * plane
+    return pointers(ptr, rows, columns, stride) + of_plane[:, None], rows
+
+
+@triton.jit
+def _sums_of_planes(sums):
+    """Return the sums of the high and of the low plane, from those of both: [2 R, C]."""
+    parts = tl.reshape(sums, (2, sums.shape[0] // 2, sums.shape[1]))
+    return tl.split(tl.permute(parts, (1, 2, 0)))
 
 
 @triton.jit
@@ -116,8 +138,7 @@ def _hidden_kernel(x_ptr, high_ptr, low_ptr, scales_ptr, row_stride, D, WIDTH: t
 
 @triton.jit(do_not_specialize=["R"])
 def _fprop_kernel(
-    high_ptr,
-    low_ptr,
+    x_ptr,
     w_ptr,
     x_scales_ptr,
     w_scales_ptr,
@@ -125,30 +146,31 @@ def _fprop_kernel(
     R,
     V,
     D,
+    plane,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute a tile of logits; programs of the same columns are neighbors and share W in L2."""
+    """Compute a tile of logits; programs of the same columns are neighbors and share W in L2.
+
+    The low plane of X begins `plane` bytes after the high one.
+    """
     down = tl.cdiv(R, ROWS)
-    rows = tl.program_id(0) % down * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % down * ROWS
     columns = tl.program_id(0) // down * COLUMNS + tl.arange(0, COLUMNS)
     along = tl.arange(0, DEPTH)
-    a = pointers(high_ptr, rows, along, D)
-    b = pointers(low_ptr, rows, along, D)
-    c = pointers(w_ptr, columns, along, D)
-    highs = tl.zeros((ROWS, COLUMNS), tl.int32)
-    lows = tl.zeros((ROWS, COLUMNS), tl.int32)
+    a, both_rows = _both_planes(x_ptr, first, along, D, plane, ROWS)
+    b = pointers(w_ptr, columns, along, D)
+    sums = tl.zeros((2 * ROWS, COLUMNS), tl.int32)
     for k in range(0, D, DEPTH):
-        high = load_codes(a, rows < R, D - k, EVEN)
-        low = load_codes(b, rows < R, D - k, EVEN)
-        w = load_codes(c, columns < V, D - k, EVEN)
-        highs = tl.dot(high, w.T, highs, out_dtype=tl.int32)
-        lows = tl.dot(low, w.T, lows, out_dtype=tl.int32)
+        x = load_codes(a, both_rows < R, D - k, EVEN)
+        w = load_codes(b, columns < V, D - k, EVEN)
+        sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH
-        c += DEPTH
+    highs, lows = _sums_of_planes(sums)
+    rows = first + tl.arange(0, ROWS)
     s = load_scales(x_scales_ptr, rows, R)
     t = load_scales(w_scales_ptr, columns, V)
     y = _rounded(highs, lows) * s[:, None] * t[None, :]
@@ -156,7 +178,7 @@ def _fprop_kernel(
     tl.store(pointers(out_ptr, rows, columns, V), y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@triton.jit(do_not_specialize=["M"])  # N is, so that loads are of 16 bytes
 def _turn_kernel(x_ptr, out_ptr, M, N, row_stride, out_stride, SIZE: tl.constexpr):
     """Transpose a tile of int8 [M, N] to [N, out_stride], with zeros past M."""
     rows = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -171,13 +193,13 @@ def _turn_kernel(x_ptr, out_ptr, M, N, row_stride, out_stride, SIZE: tl.constexp
 def _block_planes_kernel(
     dy_ptr,
     w_scales_ptr,
-    high_ptr,
-    low_ptr,
+    planes_ptr,
     scales_ptr,
     R,
     left,
     row_stride,
     slab,
+    plane,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -190,21 +212,22 @@ def _block_planes_kernel(
     x = tl.load(places, mask=mask, other=0.0) * s[None, :]
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(x), 1), _TOP, _FLOOR, False)
     high, low = _planes(x * multiplier[:, None])
-    tl.store(pointers(high_ptr, rows, tokens, slab), high, mask=(rows < R)[:, None])
-    tl.store(pointers(low_ptr, rows, tokens, slab), low, mask=(rows < R)[:, None])
+    places = pointers(planes_ptr, rows, tokens, slab)
+    tl.store(places, high, mask=(rows < R)[:, None])
+    tl.store(places + plane, low, mask=(rows < R)[:, None])
     tl.store(scales_ptr + rows * (slab // BLOCK) + tl.program_id(1), scale, mask=rows < R)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _dgrad_kernel(
-    high_ptr,
-    low_ptr,
+    planes_ptr,
     scales_ptr,
     w_ptr,
     total_ptr,
     R,
     D,
     slab,
+    plane,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -215,25 +238,21 @@ def _dgrad_kernel(
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
     along = tl.arange(0, DEPTH)
-    a = pointers(high_ptr, rows, along, slab)
-    b = pointers(low_ptr, rows, along, slab)
-    c = pointers(w_ptr, columns, along, slab)
+    a, both_rows = _both_planes(planes_ptr, m * ROWS, along, slab, plane, ROWS)
+    b = pointers(w_ptr, columns, along, slab)
     places = pointers(total_ptr, rows, columns, D)
     mask = within(rows, R, columns, D)
     total = tl.load(places, mask=mask, other=0.0)
     scales = scales_ptr + rows * (slab // BLOCK)
     for _ in tl.range(0, slab, BLOCK, flatten=True):
-        highs = tl.zeros((ROWS, COLUMNS), tl.int32)
-        lows = tl.zeros((ROWS, COLUMNS), tl.int32)
+        sums = tl.zeros((2 * ROWS, COLUMNS), tl.int32)
         for _k in range(0, BLOCK, DEPTH):
-            high = load_codes(a, rows < R, 0, True)
-            low = load_codes(b, rows < R, 0, True)
-            w = load_codes(c, columns < D, 0, True)
-            highs = tl.dot(high, w.T, highs, out_dtype=tl.int32)
-            lows = tl.dot(low, w.T, lows, out_dtype=tl.int32)
+            x = load_codes(a, both_rows < R, 0, True)
+            w = load_codes(b, columns < D, 0, True)
+            sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
             a += DEPTH
             b += DEPTH
-            c += DEPTH
+        highs, lows = _sums_of_planes(sums)
         s = tl.load(scales, mask=rows < R, other=0.0)
         total += (highs * 256 + lows).to(tl.float32) * s[:, None]
         scales += 1
@@ -314,6 +333,15 @@ def _wgrad_kernel(
     b = pointers(low_ptr, rows, along, depth)
     c = pointers(x_high_ptr, columns, along, depth)
     d = pointers(x_low_ptr, columns, along, depth)
+    # The total, in groups of a rotation, is loaded while the products run.
+    GROUPS: tl.constexpr = ROWS * COLUMNS // 64
+    group = tl.arange(0, GROUPS)
+    row = group // (COLUMNS // 64)
+    column = group % (COLUMNS // 64) * 64
+    total_ptr += (m * ROWS).to(tl.int64) * D + n * COLUMNS
+    places = total_ptr + (row * D + column)[:, None] + tl.arange(0, 64)[None, :]
+    inside = (row < tokens - m * ROWS) & (column < D - n * COLUMNS)
+    total = tl.load(places, mask=inside[:, None], other=0.0)
     highs = tl.zeros((ROWS, COLUMNS), tl.int32)
     middle = tl.zeros((ROWS, COLUMNS), tl.int32)
     for _ in range(0, depth, DEPTH):
@@ -330,12 +358,10 @@ def _wgrad_kernel(
         d += DEPTH
     s = load_scales(scales_ptr, rows, tokens)
     # S is 256 times what is rounded, and a power of two changes no rounding.
-    dw = _rounded(highs, middle) * 256.0 * s[:, None]
-    GROUPS: tl.constexpr = ROWS * COLUMNS // 64
-    dw = tl.reshape(_rotated(tl.reshape(dw, (GROUPS, 64)), GROUPS), (ROWS, COLUMNS))
-    places = pointers(total_ptr, rows, columns, D)
-    mask = within(rows, tokens, columns, D)
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + dw, mask=mask)
+    s *= 256.0
+    dw = _rounded(highs, middle) * s[:, None]
+    dw = _rotated(tl.reshape(dw, (GROUPS, 64)), GROUPS)
+    tl.store(places, total + dw, mask=inside[:, None])
 
 
 def planes_of_hidden(x: Tensor) -> Planes:
@@ -369,7 +395,6 @@ def planes_fprop(x: Planes, w: QTensor) -> Tensor:
     if rows:
         _fprop_kernel[(cdiv(rows, tile.rows) * cdiv(vocabulary, tile.columns),)](
             x.high,
-            x.low,
             w.codes,
             x.scales,
             w.scales,
@@ -377,6 +402,7 @@ def planes_fprop(x: Planes, w: QTensor) -> Tensor:
             rows,
             vocabulary,
             width,
+            x.low.data_ptr() - x.high.data_ptr(),
             tile.rows,
             tile.columns,
             tile.depth,
@@ -386,6 +412,14 @@ def planes_fprop(x: Planes, w: QTensor) -> Tensor:
             **OPTIONS,
         )
     return out
+
+
+def _slabs(vocabulary: int, codes: int, unit: int) -> Iterator[slice]:
+    """Yield slabs of about equal size, multiples of `unit` tokens of `codes` codes each."""
+    most = max(unit, SLAB_BYTES // codes // unit * unit)
+    size = round_up(cdiv(vocabulary, cdiv(vocabulary, most)), unit)
+    for start in range(0, vocabulary, size):
+        yield slice(start, start + size)
 
 
 def _turned(x: Tensor, depth: int) -> Tensor:
@@ -405,9 +439,7 @@ def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
     total = torch.zeros(rows, width, device=dy.device)
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=dy.device)
     if rows:
-        size = max(BLOCK, SLAB_BYTES // max(rows, width) // BLOCK * BLOCK)
-        for start in range(0, vocabulary, size):
-            slab = slice(start, start + size)
+        for slab in _slabs(vocabulary, max(rows, width), BLOCK):
             _add_slab(total, dy[:, slab], w.codes[slab], w.scales[slab])
         padded = triton.next_power_of_2(width)
         warps = max(1, min(8, padded // 512))
@@ -419,18 +451,18 @@ def _add_slab(total: Tensor, dy: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Add the products of a slab's blocks to the rotated dX."""
     (rows, width), tokens, device = total.shape, dy.shape[1], dy.device
     padded = round_up(tokens, BLOCK)
-    high, low = (torch.empty(rows, padded, dtype=torch.int8, device=device) for _ in range(2))
+    both = torch.empty(2, rows, padded, dtype=torch.int8, device=device)
     block_scales = torch.empty(rows, padded // BLOCK, device=device)
     _block_planes_kernel[(cdiv(rows, 8), padded // BLOCK)](
         dy,
         scales,
-        high,
-        low,
+        both,
         block_scales,
         rows,
         tokens,
         dy.stride(0),
         padded,
+        both.stride(0),
         8,
         BLOCK,
         num_warps=4,
@@ -438,14 +470,14 @@ def _add_slab(total: Tensor, dy: Tensor, codes: Tensor, scales: Tensor) -> None:
     )
     tile = DGRAD[memory_class(device)]
     _dgrad_kernel[(cdiv(rows, tile.rows) * cdiv(width, tile.columns),)](
-        high,
-        low,
+        both,
         block_scales,
         _turned(codes, padded),
         total,
         rows,
         width,
         padded,
+        both.stride(0),
         tile.rows,
         tile.columns,
         tile.depth,
@@ -466,9 +498,7 @@ def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
     depth = round_up(rows, _DEEP)
     high = _turned(x.high, depth)
     low = _turned(x.low, depth)
-    size = max(_DEEP, SLAB_BYTES // depth // _DEEP * _DEEP)
-    for start in range(0, vocabulary, size):
-        slab = slice(start, start + size)
+    for slab in _slabs(vocabulary, depth, _DEEP):
         _add_tokens(total[slab], dy[:, slab], x.scales, high, low)
 
 
