@@ -75,6 +75,7 @@ def micro_batch(shape: str, recomputed: bool = False) -> dict[str, tuple[int, in
     targets = torch.arange(1, tokens)
     for master in policy.master_weights().values():  # as after another micro-batch
         master.grad = torch.empty_like(master)
+    policy.weights.gradients.begin_micro_batch([tokens])
     with Counted() as counted:
         logprobs, _ = policy.train_logprobs(inputs, ends, targets, 1.0, recomputed)
         kept = counted.now

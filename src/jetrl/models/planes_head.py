@@ -116,4 +116,5 @@ class _HeadLogprobs(torch.autograd.Function):
                 dhidden[rows] = planes_dgrad(dlogits, weight)
             if total is not None:
                 add_planes_wgrad(total, dlogits, x)
+            del dlogits  # before the logits of the next chunk
         return dhidden, returned, None, None, None, None
