@@ -63,6 +63,7 @@ def steps_of(run: Path) -> list[Row]:
 def run_leg(run: Path, words: Sequence[str], device: str, until: int | None, resume: bool) -> None:
     """Run `jetrl train` on a device, until it ends or is killed after a step."""
     place = [f"run.device={device}", f"run.dir={run.parent}", f"run.name={run.name}"]
+    place += ["run.backend=auto"] * (device == "cpu")  # the settings' one is for a GPU
     command = [sys.executable, "-m", "jetrl", "train", *words, *place, *["--resume"] * resume]
     process = subprocess.Popen(command, stdout=2, start_new_session=True)  # to stderr
     try:
