@@ -20,10 +20,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     different = attention.check_bits("integer", HEADS, 70)
     assert different == 0, f"decode and the training forward differ in {different} values"
-    rows = {
-        "decode": attention.bench_decode(HEADS, 1, 70, "integer"),
-        "packed": attention.bench_packed(HEADS, 1, 70, "integer"),
-        "prefill": attention.bench_prefill(HEADS, 3, 70, "integer"),
-        "torch": attention.bench_torch(HEADS, 1, 70, SDPBackend.FLASH_ATTENTION),
-    }
-    print(json.dumps([{"part": part, **row} for part, row in rows.items()]))
+    rows = [
+        attention.bench_decode(HEADS, 1, 70, "integer"),
+        *attention.bench_packed(HEADS, 1, 70, "integer", ["planes apart", "planes stacked"]),
+        attention.bench_prefill(HEADS, 3, 70, "integer"),
+        attention.bench_torch(HEADS, 1, 70, SDPBackend.FLASH_ATTENTION),
+    ]
+    print(json.dumps(rows))

@@ -203,7 +203,7 @@ def _planes_in_slots(bits, ASM: tl.constexpr):
 def _add_block(
     s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, last_key,
     D: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr,
-    CUT: tl.constexpr, ASM: tl.constexpr,
+    CUT: tl.constexpr, ASM: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
     """Return the state (N, L, A, B) of a split after one more block, from its S_ij.
 
@@ -240,10 +240,10 @@ def _add_block(
     N, z, z_block = fold_weights(N, n)
     L = (L * z) + ((mass + bad) * z_block)
     values = v_ptr + block * (STAGED * D)
-    A = _add_values(A, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT)
+    A = _add_values(A, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT, STACKED)
     if C < D:
         values += C * STAGED
-        B = _add_values(B, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT)
+        B = _add_values(B, hi, lo, r, z, z_block, values, D, C, KEYS, STAGED, CUT, STACKED)
     return N, L, A, B
 
 
@@ -251,6 +251,7 @@ def _add_block(
 def _add_values(
     A, hi, lo, r, z, z_block, values,
     D: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, CUT: tl.constexpr,
+    STACKED: tl.constexpr,
 ):  # fmt: skip
     """Return C channels of A after one more block of values, from the planes of their weights."""
     key = tl.arange(0, KEYS)
@@ -259,8 +260,16 @@ def _add_values(
     at += key % STAGED
     values += at[:, None]
     v = tl.load(values + d[None, :] * STAGED)
-    products = tl.dot(hi, v, out_dtype=tl.int32) * 256
-    total = tl.dot(lo, v, products, out_dtype=tl.int32).to(tl.float32)
+    if STACKED:
+        # One product, so one wait: Triton waits for each product of INT8 by wgmma.
+        both = tl.permute(tl.join(hi, lo), (2, 0, 1))
+        both = tl.reshape(both, (2 * hi.shape[0], KEYS))
+        sums = tl.reshape(tl.dot(both, v, out_dtype=tl.int32), (2, hi.shape[0], C))
+        high, low = tl.split(tl.permute(sums, (1, 2, 0)))
+        total = (high * 256 + low).to(tl.float32)
+    else:
+        products = tl.dot(hi, v, out_dtype=tl.int32) * 256
+        total = tl.dot(lo, v, products, out_dtype=tl.int32).to(tl.float32)
     if CUT:
         A = (A * z[:, None]) + ((total * r[:, None]) * z_block[:, None])
     elif (r >= _SMALLEST_EXACT) & (r <= _LARGEST_EXACT):
@@ -348,7 +357,7 @@ def _attend_kernel(
     out_ptr, statistics_ptr, scratch_ptr, num_blocks, num_queries,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.constexpr, SPLIT: tl.constexpr,
-    FACTOR: tl.constexpr, ASM: tl.constexpr,
+    FACTOR: tl.constexpr, ASM: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
     """Attend R queries of one head: a part of a tile, if the tile has that many rows.
 
@@ -412,7 +421,7 @@ def _attend_kernel(
         s = _products(q, k_ptr, block, D, KEYS, STAGED)
         N, L, A, B = _add_block(
             s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, 0,
-            D, C, KEYS, STAGED, False, ASM,
+            D, C, KEYS, STAGED, False, ASM, STACKED,
         )  # fmt: skip
     for j in tl.range(whole_blocks, all_blocks, num_stages=1):
         if (j % SPLIT == 0) & (j > 0):
@@ -423,7 +432,7 @@ def _attend_kernel(
         last_key = first + i - j * KEYS
         N, L, A, B = _add_block(
             s, a, N, L, A, B, v_ptr, scales_ptr, pairs_ptr, block, last_key,
-            D, C, KEYS, STAGED, True, ASM,
+            D, C, KEYS, STAGED, True, ASM, STACKED,
         )  # fmt: skip
     if all_blocks > SPLIT:
         N, L, A, B = _with_finished(scratch_ptr, N0, L0, N, L, A, B, R, D, C)
@@ -470,6 +479,7 @@ class Config:
     Attributes:
         rows: queries per program, 16 per warp, so that a thread loads what it stored.
         channels: maximum per product with values.
+        stacked: whether both planes of the weights are one product with values.
     """
 
     rows: int = 64
@@ -477,10 +487,18 @@ class Config:
     warps: int = 4
     stages: int = 2  # 42 KB of shared memory for heads of 128
     registers: int | None = None
+    stacked: bool = False
 
 
 _DEFAULT = Config()
-_BY_CAPABILITY = {(9, 0): Config(channels=128, stages=3)}  # 108 KB: two programs per SM
+# Candidates for Hopper, two programs per SM each; `jetrl bench attention --variant` times them.
+VARIANTS = {
+    "planes apart": Config(channels=128, stages=3),
+    "planes stacked": Config(channels=128, stages=3, stacked=True),
+    "planes stacked, half of the channels": Config(channels=64, stages=3, stacked=True),
+    "two stages": Config(channels=128, stages=2),
+}
+_BY_CAPABILITY = {(9, 0): VARIANTS["planes apart"]}
 
 
 def config_of(device: torch.device) -> Config:
@@ -515,7 +533,7 @@ def attend_staged(
         tiles.tiles, out, statistics, scratch, num_blocks - 2, num_queries,
         heads, heads // groups, head_dim, config.rows, parts, min(head_dim, config.channels),
         BLOCK_KEYS, STAGED_KEYS, SPLIT_KEYS // BLOCK_KEYS, score_factor(head_dim),
-        q.device.type == "cuda",
+        q.device.type == "cuda", config.stacked,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
         enable_fp_fusion=False,
     )  # fmt: skip
