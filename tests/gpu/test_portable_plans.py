@@ -10,18 +10,23 @@ import torch
 from linears import gradients
 from small_models import FAMILIES, config, make_policy
 
+from jetrl import Policy
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import backend_for, selected_backend
+from jetrl.precision.quantize import dequantize
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [200, 1, 63, 64, 65, 192, 193, 1023, 1025, 2111]
+# Those with E4M3 need compute capability 8.9.
 PLANS = {
     "int8": PrecisionPlan.preset("int8").replace(grad_output="int8"),
     "bf16": PrecisionPlan.preset("bf16").replace(pinned_sums=True),
+    "int8 with FP8 gradients": PrecisionPlan.preset("int8"),
+    **{name: PrecisionPlan.preset(name) for name in ("unified", "jet")},
 }
 
 
@@ -109,7 +114,7 @@ def test_gradients_of_small_tiles_are_those_of_large_ones(
 
 @pytest.mark.parametrize("n, k", [(1152, 896), (6144, 4096), (151_936, 1024), (576, 1472)])
 def test_bf16_products_are_batch_invariant(n: int, k: int) -> None:
-    from jetrl.precision.triton.float_tiles import TILE, bf16_matmul
+    from jetrl.precision.triton.float_tiles import MANY_ROWS, bf16_matmul
 
     g = torch.Generator("cuda").manual_seed(n)
     x, w = (torch.randn(rows, k, device="cuda", generator=g).bfloat16() for rows in (700, n))
@@ -121,13 +126,37 @@ def test_bf16_products_are_batch_invariant(n: int, k: int) -> None:
     sample = slice(0, 64)
     true = x[sample].double() @ w.double().T
     size = x[sample].double().abs() @ w.double().abs().T
-    additions = math.ceil(k / TILE.depth) * TILE.depth / 16 + 16
+    additions = math.ceil(k / MANY_ROWS.depth) * MANY_ROWS.depth / 16 + 16
     assert ((whole[sample].double() - true).abs() <= additions * 2.0**-23 * size).all()
+
+
+def skip_without_kernels(plan: PrecisionPlan) -> None:
+    if not backend_for(torch.device("cuda")).takes(plan.backward_format.dtype):
+        pytest.skip("no E4M3 on this GPU")
+
+
+@pytest.mark.parametrize("n, k", [(1152, 896), (24_576, 4096), (576, 1472)])
+def test_fp8_products_are_batch_invariant(n: int, k: int) -> None:
+    from jetrl.precision.triton.float_tiles import fp8_matmul
+    from jetrl.precision.triton.quantize import quantize_rows, quantize_weight
+
+    skip_without_kernels(PLANS["unified"])
+    g = torch.Generator("cuda").manual_seed(n)
+    x = torch.randn(700, k, device="cuda", generator=g).bfloat16()
+    w = quantize_weight(torch.randn(n, k, device="cuda", generator=g))
+    whole = fp8_matmul(quantize_rows(x), w, torch.float32)
+    for rows in (slice(0, 1), slice(3, 20), slice(60, 70), slice(64, 128), slice(13, 700)):
+        assert torch.equal(fp8_matmul(quantize_rows(x[rows]), w, torch.float32), whole[rows]), rows
+    a, b = dequantize(quantize_rows(x)).double(), dequantize(w).double()
+    true, size = a @ b.T, a.abs() @ b.abs().T
+    # A block of 128 loses at most 2**-13 of its absolute values (Hopper keeps 14 bits of a sum).
+    assert ((whole.double() - true).abs() <= 2.0**-10 * size).all()
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_logprobs_are_the_trainers(family: str, plan: str) -> None:
+    skip_without_kernels(PLANS[plan])
     p = make_policy(config(family), PLANS[plan])
     prompts = random_prompts(p, 12, 80, seed=2) + random_prompts(p, 2, 1500, seed=3)
     result = measure(p, prompts=prompts, samples=3, max_tokens=80, temperature=0.8)
@@ -139,33 +168,45 @@ def test_sampled_logprobs_are_the_trainers(family: str, plan: str) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["qwen3", "smollm2"])
-def test_logprobs_and_gradients_are_near_hoppers(family: str, plan: str) -> None:
+def test_logprobs_and_gradients_are_as_near_fp32_as_hoppers(family: str, plan: str) -> None:
+    """Orders of sums differ, so roundings do: the error may grow by chance, but not by a fifth."""
     g = torch.Generator().manual_seed(5)
     sequences = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (200, 7, 300)]
+
+    def logprobs(policy: Policy) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat(policy.logprobs(sequences))
+
     ours = make_policy(config(family), PLANS[plan])
-    found = torch.cat(ours.logprobs(sequences)).detach()
+    exact = make_policy(config(family), "fp32")
+    error = (logprobs(ours) - logprobs(exact)).norm()
+    found, true = gradients(ours), gradients(exact)
     with selected_backend("hopper"):
         theirs = make_policy(config(family), PLANS[plan])
-        true = torch.cat(theirs.logprobs(sequences)).detach()
-    # Only sums of BF16 products differ, whose results are rounded to BF16 or are logits.
-    assert (found - true).abs().mean() <= 2.0**-8
-
-
-@pytest.mark.hopper
-def test_gradients_are_near_hoppers() -> None:
-    ours = gradients(make_policy(config(), PLANS["int8"]))
-    with selected_backend("hopper"):
-        true = gradients(make_policy(config(), PLANS["int8"]))
+        assert error <= 1.2 * (logprobs(theirs) - logprobs(exact)).norm()
+        other = gradients(theirs)
     for name in true:
-        # INT8 codes of dY: one step of a code is 2**-7 of a row's maximum.
-        assert (ours[name] - true[name]).norm() <= 2.0**-4 * true[name].norm(), name
+        assert (found[name] - true[name]).norm() <= 1.2 * (other[name] - true[name]).norm(), name
 
 
 def test_unpinned_bf16_takes_equal_lengths() -> None:
-    """Sequences of one length take `attend_equal_lengths`, without cuDNN."""
+    """Sequences of one length take `attend_equal_lengths`, which has the bits of `attend_batch`."""
+    from jetrl.kernels import triton as kernels
+
+    q, codes = batch(8, 2, 64, "bf16")
+    length, rows = 130, slice(0, 3 * 130)
+    q, k, v = q[rows].contiguous(), codes.k[rows].contiguous(), codes.v[rows].contiguous()
+    o, *kept = kernels.attend_equal_lengths(q, k, v, length)
+    tiles = QueryTiles.packed([0, 130, 260, 390], "cuda")
+    expected, lse = kernels.attend_batch(q, KeyValueCodes(k, None, v, None), tiles)
+    assert torch.equal(o, expected)
+    assert torch.equal(kept[0], lse)
+    do = torch.randn_like(q)
+    found = kernels.attend_equal_lengths_backward(do, q, k, v, o, tuple(kept), length)
+    codes = KeyValueCodes(k, None, v, None)
+    for ours, theirs in zip(
+        found, kernels.attention_backward(do, q, codes, o, lse, tiles), strict=True
+    ):
+        assert torch.equal(ours, theirs)
     p = make_policy(config(), "bf16")
-    g = torch.Generator().manual_seed(5)
-    sequences = [torch.randint(0, 1000, (130,), generator=g).tolist() for _ in range(3)]
-    together = torch.stack(p.logprobs(sequences)).detach()
-    alone = torch.stack([p.logprobs([one])[0] for one in sequences]).detach()
-    assert (together - alone).abs().max() <= 0.1  # BF16 products of the library, by row count
+    assert len(gradients(p)) == len(p.master_weights())

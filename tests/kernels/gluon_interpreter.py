@@ -85,8 +85,10 @@ COPIES = Copies()
 
 
 def values_of(handle: Any) -> np.ndarray:
-    """Return 16-bit or float32 values in float64."""
+    """Return values of 8, 16 or 32 bits in float64."""
     data = handle.data
+    if handle.dtype == tl.float8e4nv:
+        return torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).double().numpy()
     if handle.dtype == tl.bfloat16:
         data = (data.astype(np.uint32) << 16).view(np.float32)
     return data.astype(np.float64)

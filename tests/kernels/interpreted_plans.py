@@ -21,6 +21,8 @@ from torch import Tensor
 from jetrl.kernels.attention import backward, decode, forward_triton, pages, staging
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
+from jetrl.precision.gemm import fp8_matmul
+from jetrl.precision.quantize import QTensor, dequantize, quantize
 from jetrl.precision.triton import float_tiles, tile
 
 SPLIT = 128  # keys; lengths below cross it
@@ -190,10 +192,26 @@ def compare_products(rows: int, columns: int, k: int) -> dict[str, Any]:
     a, b = (torch.randn(n, k, generator=g).bfloat16() for n in (rows, columns))
     y = float_tiles.bf16_matmul(a, b, torch.float32)
     true, size = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-    steps = -(-k // float_tiles.TILE.depth)  # float32 roundings of a sum
+    steps = -(-k // float_tiles.MANY_ROWS.depth)  # float32 roundings of a sum
     alone = float_tiles.bf16_matmul(a[-1:], b, torch.float32)
     return {
         "beyond rounding": int((~((y.double() - true).abs() <= steps * 2.0**-24 * size)).sum()),
+        "batch": int((alone != y[-1:]).sum()),
+    }
+
+
+def compare_fp8_products(rows: int, columns: int, k: int) -> dict[str, Any]:
+    """Compare an E4M3 product with its reference, which adds in two roundings instead of one."""
+    g = torch.Generator().manual_seed(10)
+    a = quantize(torch.randn(rows, k, generator=g).bfloat16())
+    b = quantize(torch.randn(columns, k, generator=g).bfloat16(), (128, 128))
+    y, true = float_tiles.fp8_matmul(a, b, torch.float32), fp8_matmul(a, b, torch.float32)
+    size = dequantize(a).double().abs() @ dequantize(b).double().abs().T
+    blocks = -(-k // 128)  # each rounds a block, its scales and two sums of both sides
+    last = QTensor(a.codes[-1:], a.scales[-1:], a.block)
+    alone = float_tiles.fp8_matmul(last, b, torch.float32)
+    return {
+        "beyond rounding": int((~((y - true).abs() <= (2 * blocks + 4) * 2.0**-24 * size)).sum()),
         "batch": int((alone != y[-1:]).sum()),
     }
 
@@ -207,6 +225,7 @@ KINDS: dict[Any, tuple[Any, ...]] = {
     compare: (("bf16", 2, 1, 64), ("int8", 2, 1, 128), ("int8+fp8", 1, 1, 64)),
     compare_gradients: (("bf16", 1, 64, False), ("int8", 2, 64, False), ("int8", 1, 64, True)),
     compare_products: ((1, 40, 64), (70, 130, 200), (64, 128, 1032)),
+    compare_fp8_products: ((3, 130, 128), (70, 140, 576)),
 }
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_a_cpu_computes_the_references() -> None:
 # Of other plans: what other GPUs than Hopper refuse so far.
 MISSING = {
     *("project_down", "project_up", "adapted_matmul", "quantized_adapted_matmul"),
-    *("nvfp4_adapted_matmul", "nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad", "fp8_matmul"),
+    *("nvfp4_adapted_matmul", "nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad"),
 }
 
 
@@ -202,12 +202,25 @@ def test_a_card_without_e4m3_refuses_by_name(
         check_device(ModelConfig.from_hf(config()), plan, gpu)
 
 
+@pytest.mark.parametrize("preset", ["int8", "unified", "jet", "mixed", "bf16", "integer"])
+def test_a_card_with_e4m3_takes_every_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+    plan = PrecisionPlan.preset(preset)
+    backends.select_backend(defined=plan.defined)
+    check_device(ModelConfig.from_hf(config()), plan, torch.device("cuda", 402))
+    nvfp4 = PrecisionPlan.preset("unified").replace(base="nvfp4")
+    backends.select_backend()
+    with pytest.raises(UserError, match="no kernels for NVFP4"):
+        check_device(ModelConfig.from_hf(config()), nvfp4, torch.device("cuda", 403))
+
+
 def test_an_adapter_is_refused_on_other_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     backends.select_backend()
     adapter = Adapter.new(ModelConfig.from_hf(config()), LoRA(8, 16.0), seed=0)
-    with pytest.raises(UserError, match=r"RTX 30 and later\) has no kernels for an adapter"):
+    with pytest.raises(UserError, match=r"RTX 30\) has no kernels for an adapter"):
         Policy.from_config(config(), "bf16", device=torch.device("cuda", 401), adapter=adapter)
 
 
@@ -275,7 +288,8 @@ def test_the_self_check_runs_on_the_selected_backend(
         ((9, 0), "triton", True, backends.TRITON_DEFINED),
         ((9, 0), "triton", False, backends.TRITON),
         ((8, 0), "auto", True, backends.TRITON_DEFINED),
-        ((8, 0), "auto", False, backends.TRITON),
+        ((8, 0), "auto", False, backends.TRITON_AMPERE),
+        ((8, 9), "auto", False, backends.TRITON),
         ((12, 0), "auto", False, backends.TRITON),
         ((8, 0), "hopper", False, None),
         ((7, 5), "auto", True, None),

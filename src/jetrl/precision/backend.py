@@ -249,25 +249,31 @@ TRITON = replace(
     name="triton",
     table=_triton,
     kernels="triton",
-    gpus="an NVIDIA card from 8.0 on (A100, RTX 30 and later)",
-    capabilities=(*((8, 0), (8, 6), (8, 7), (8, 9), (9, 0)), *((10, 0), (10, 3), (12, 0), (12, 1))),
-    dtypes=(torch.float32, torch.bfloat16, torch.int8),
+    gpus="an NVIDIA card from 8.9 on (RTX 40 and later)",
+    capabilities=((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
+    dtypes=(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8),
     shared_memory=99 * 2**10,
     multiprocessors=0,
     adapters=False,
+)
+TRITON_AMPERE = replace(
+    TRITON,
+    gpus="an NVIDIA card from 8.0 to 8.7 (A100, RTX 30)",
+    capabilities=((8, 0), (8, 6), (8, 7)),
+    dtypes=(torch.float32, torch.bfloat16, torch.int8),
 )
 TRITON_DEFINED = replace(
     HOPPER_DEFINED,
     name="triton",
     table=_triton_defined,
-    gpus=TRITON.gpus,
-    capabilities=TRITON.capabilities,
+    gpus="an NVIDIA card from 8.0 on (A100, RTX 30 and later)",
+    capabilities=TRITON_AMPERE.capabilities + TRITON.capabilities,
     shared_memory=TRITON.shared_memory,
     multiprocessors=0,
 )
 # Plans for another machine assume Hopper.
-BACKENDS = (HOPPER, HOPPER_DEFINED, TRITON, TRITON_DEFINED)
-SUPPORTED = TRITON.gpus
+BACKENDS = (HOPPER, HOPPER_DEFINED, TRITON, TRITON_AMPERE, TRITON_DEFINED)
+SUPPORTED = TRITON_DEFINED.gpus
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available"""
     backend: Literal["auto", "hopper", "triton", "reference"] = "auto"
-    """kernels of the GPU; triton: any NVIDIA GPU from 8.0 on, presets integer, bf16, int8;
-    reference: plain PyTorch, slow, on any GPU with run.device = cuda"""
+    """kernels of the GPU; triton: any NVIDIA GPU from 8.0 on, FP8 from 8.9 on; reference: plain
+    PyTorch, slow, on any GPU with run.device = cuda"""
 
     @field_validator("name")
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jetrl.precision.triton.add import add_products
 from jetrl.precision.triton.bf16 import bf16_matmul_free
-from jetrl.precision.triton.float_tiles import bf16_matmul
+from jetrl.precision.triton.float_tiles import bf16_matmul, fp8_matmul
 from jetrl.precision.triton.int8 import int8_rows, int8_squares_turned, int8_tokens, int8_turned
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.portable_int8 import int8_matmul
