@@ -38,6 +38,12 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 NO_PAD: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "experts_implementation": "grouped_mm",
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2-bias": ("qwen2", {"tie_word_embeddings": True}),
@@ -47,6 +53,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, **NO_PAD}),
     "phi4": ("phi3", {"rope_theta": 250000.0, **NO_PAD}),
+    # Of its two sums over experts, transformers' default: grouped_mm, in the order of slots.
+    "qwen3-experts": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
+    "qwen3-sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [2], **EXPERTS}),
+    "olmoe": ("olmoe", {**EXPERTS, **NO_PAD}),
 }
 
 
@@ -80,8 +90,9 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def test_gradients_agree_with_transformers(tmp_path: Path) -> None:
-    model = make("qwen3", tmp_path / "model")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts", "olmoe"])
+def test_gradients_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path / "model")
     policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
     sequence = torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(3))
     policy.logprobs([sequence.tolist()])[0].sum().backward()
@@ -92,11 +103,15 @@ def test_gradients_agree_with_transformers(tmp_path: Path) -> None:
         "embed.weight": "model.embed_tokens.weight",
         "lm_head.weight": "lm_head.weight",
         "layers.1.o.weight": "model.layers.1.self_attn.o_proj.weight",
-        "layers.2.down.weight": "model.layers.2.mlp.down_proj.weight",
         "layers.0.q_norm.weight": "model.layers.0.self_attn.q_norm.weight",
         "layers.0.input_norm.weight": "model.layers.0.input_layernorm.weight",
         "norm.weight": "model.norm.weight",
     }
+    block = {"down": "down_proj.weight"}
+    if name != "qwen3":
+        fused = ("gate_up", "experts.gate_up_proj"), ("down", "experts.down_proj")
+        block = {"router": "gate.weight", **dict(fused)}
+    pairs |= {f"layers.2.{n}.weight": f"model.layers.2.mlp.{other}" for n, other in block.items()}
     for name, other in pairs.items():
-        expected = theirs[other].grad
+        expected = theirs[other].grad.reshape(ours[name].shape)
         assert (ours[name] - expected).norm() <= 1e-4 * expected.norm(), name

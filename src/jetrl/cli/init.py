@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import functools
 
-from jetrl.models.block import Block
+from jetrl.models.block import DenseShape
+from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
 from jetrl.models.mixer import Mixer
 
 
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--num-layers", default=2, help="decoder layers")
     size("--num-heads", default=4, help="query heads")
     size("--num-kv-heads", default=2, help="key and value heads")
-    size("--head-dim", default=64, help="channels per head")
-    kinds = (*Block.__subclasses__(), *Mixer.__subclasses__())
+    size("--head-dim", help="channels per head (default: 64; olmoe: hidden size / heads)")
+    kinds = (*Mixer.__subclasses__(), OlmoeExperts, Qwen3Experts, DenseShape)
     for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
         for usual in field.examples or ():
             about = f"{field.description} (default: {usual})"

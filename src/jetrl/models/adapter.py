@@ -93,7 +93,7 @@ def adapted_parts(
 
     Raises UserError, with `key` in front, for targets that match no layer.
     """
-    linears = linear_layers(config)
+    linears = {x: parts for x, parts in linear_layers(config).items() if _takes_lora(config, x)}
     chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
     adapted = {
         layer: tuple(part for part in parts if part.module in chosen)
@@ -102,12 +102,20 @@ def adapted_parts(
     return {layer: parts for layer, parts in adapted.items() if parts}
 
 
+def _takes_lora(config: ModelConfig, name: str) -> bool:
+    """Return whether a linear layer may have an adapter: experts have none."""
+    _, number, module = name.split(".")
+    layer = config.layers[int(number)]
+    half = layer.mixer if module in layer.mixer.linears else layer.block
+    return half.adaptable is None or module in half.adaptable
+
+
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
     """Return the names that targets select."""
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return set(names)
     last = sorted({name.rpartition(".")[2] for name in names})
-    known = f"matches no linear layer; the model's are called {', '.join(last)}"
+    known = f"matches no linear layer; the model's are called {', '.join(last)} (without experts)"
     if isinstance(targets, str):
         short = {name.removeprefix("model."): name for name in names}
         chosen = {short.get(name, name) for name in matching([targets], [*names, *short], key)}

@@ -146,7 +146,7 @@ class Attention(nn.Module):
         """Return x + delta and attention's output for that sum, both [T, D], of `last` [R, D]."""
         x, qkv = norm_linear(x, delta, self.norm, self.qkv, side, trace)
         tell(trace, "qkv", qkv)
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        qkv, norms = self.normed(qkv)
         rope = Rotary(
             positions=rotation.positions,
             table=rotation.table,
@@ -165,6 +165,22 @@ class Attention(nn.Module):
         delta = self.o(attended, side)
         tell(trace, "o", delta)
         return x, delta
+
+    def normed(self, qkv: Tensor) -> tuple[Tensor, tuple[RMSNorm, RMSNorm] | None]:
+        """Return qkv, and the norms that its query and key heads still need."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv, None
+        return qkv, (self.q_norm, self.k_norm)
+
+
+class WideNormedAttention(Attention):
+    """The module of `models.mixer.WideNormAttention`, which norms Q and K before they are heads."""
+
+    def normed(self, qkv: Tensor) -> tuple[Tensor, None]:
+        assert self.q_norm is not None, "the record has norms"
+        assert self.k_norm is not None, "the record has norms"
+        q, k, v = qkv.split(list(self.shape.stored_rows["qkv"]), dim=-1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1), None
 
 
 def norm_linear(

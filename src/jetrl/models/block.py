@@ -21,6 +21,7 @@ Legend: T tokens, D hidden size, F inner size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -45,6 +46,9 @@ class LayerHalf(Stored, ABC, extra="ignore"):
     linears: ClassVar[tuple[str, ...]]
     """The linear layers in the order of the forward pass; the last writes the residual stream."""
 
+    adaptable: ClassVar[tuple[str, ...] | None] = None
+    """The linear layers that LoRA may train; None: all."""
+
     @classmethod
     def tiny(cls) -> dict[str, Any]:
         """Return the required keys of a tiny model."""
@@ -66,6 +70,15 @@ class LayerHalf(Stored, ABC, extra="ignore"):
 
 class Block(LayerHalf):
     """The base class of the records of blocks."""
+
+    def of_layer(self, index: int) -> Block:
+        """Return the record of one layer, which may be of another kind."""
+        return self
+
+    @property
+    def fused_names(self) -> Mapping[str, tuple[str, int]]:
+        """The tensors of files that fuse modules: name and number of modules of each weight."""
+        return {}
 
     @abstractmethod
     def kept_values(self, hidden: int, inputs: bool) -> int:

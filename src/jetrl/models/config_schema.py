@@ -24,6 +24,8 @@ Positive = Annotated[float, Field(gt=0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 LayerTypes = Annotated[list[Name], Field(max_length=MOST_LAYERS)]
+NoShared = Literal[0, None]
+OneGroup = Literal[1, None]  # of experts, in routers that choose groups first
 Off = Literal[False, None]  # a switch whose other state this decoder does not compute
 
 
@@ -81,6 +83,15 @@ class HfConfig(Named):
     no_rope_layer_interval: Positions = 4
     attention_bias: Off = None
     mlp_bias: Off = None
+    clip_qkv: Off = None
+    expert_capacity: Off = None
+    capacity_factor: Off = None
+    moe_capacity_factor: Off = None
+    drop_tokens: Off = None
+    shared_expert_intermediate_size: NoShared = None
+    n_shared_experts: NoShared = None
+    n_group: OneGroup = None
+    topk_group: OneGroup = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
     layer_types: LayerTypes | None = None
     num_labels: int | None = None

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
-from jetrl.models.attention import Attention, KeyValues
+from jetrl.models.attention import Attention, KeyValues, WideNormedAttention
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
+from jetrl.models.experts import ExpertsBlock
+from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused
-from jetrl.models.mixer import AttentionShape, Mixer
+from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.packed import ForwardInputs
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
@@ -47,8 +49,12 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # The module of each kind of mixer and of block.
-MIXERS: dict[type[Mixer], Any] = {AttentionShape: Attention}
-BLOCKS: dict[type[Block], Any] = {DenseShape: DenseBlock}
+MIXERS: dict[type[Mixer], Any] = {AttentionShape: Attention, WideNormAttention: WideNormedAttention}
+BLOCKS: dict[type[Block], Any] = {
+    DenseShape: DenseBlock,
+    Qwen3Experts: ExpertsBlock,
+    OlmoeExperts: ExpertsBlock,
+}
 
 
 class DecoderLayer(nn.Module):

@@ -32,7 +32,8 @@ from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
 from jetrl.models.block import Block, DenseShape, LayerHalf, Shapes
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
-from jetrl.models.mixer import AttentionShape, Mixer
+from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
+from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope
 
 
@@ -42,6 +43,7 @@ class Family:
 
     Attributes:
         architecture: The class in transformers, as in config.json's `architectures`.
+        attention: The mixer of layers that are not in `mixers`.
         mixers: The mixers other than attention, by their names in `layer_types`.
         fused: Checkpoints store Q, K and V as one tensor, and gate and up as another.
         window_in_use: `sliding_window` applies even without `use_sliding_window`.
@@ -51,6 +53,7 @@ class Family:
 
     architecture: str
     block: type[Block] = DenseShape
+    attention: type[AttentionShape] = AttentionShape
     mixers: Mapping[str, type[Mixer]] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -71,6 +74,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", window_in_use=True),
     "smollm3": Family("SmolLM3ForCausalLM"),
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", Qwen3Experts, qk_norm=True),
+    "olmoe": Family("OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True),
 }
 Head = Literal["lm", "score"]
 """The output of the decoder: token logits (ForCausalLM), or one number per token
@@ -363,7 +368,7 @@ def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[Layer
             raise UserError(f"{what}: should be {' or '.join(map(repr, mixers))}")
     every = [*kinds, *[_ATTENTION] * count][:count]
     return tuple(
-        LayerShape(mixers[kind], block, number not in without_rope)
+        LayerShape(mixers[kind], block.of_layer(number), number not in without_rope)
         for number, kind in enumerate(every)
     )
 
@@ -385,7 +390,12 @@ def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
     head_dim = hf.head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; rotary positions need pairs")
-    return AttentionShape(
+    if shared.attention is WideNormAttention and num_heads * head_dim != hidden_size:
+        raise UserError(
+            f"config.json: num_attention_heads = {num_heads} heads of {head_dim} are not "
+            f"hidden_size = {hidden_size}, over which {shared.architecture} has its query norm"
+        )
+    return shared.attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -454,6 +464,18 @@ class StoredTensor:
 def stored_tensors(config: ModelConfig) -> Mapping[str, tuple[StoredTensor, ...]]:
     """Return the tensors of a checkpoint that each parameter concatenates, in order."""
     return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
+
+
+def fused_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of files that fuse experts, [E, N, K], by the parameter [E * N, K]."""
+    shapes, found = parameter_shapes(config), {}
+    for number, layer in enumerate(config.layers):
+        for module, (name, count) in layer.block.fused_names.items():
+            rows, columns = shapes[parameter := f"layers.{number}.{module}.weight"]
+            shape = (count, rows // count, columns)
+            stored = f"model.layers.{number}.{name}"
+            found[parameter] = StoredTensor(stored, shape, number, module in layer.block.linears)
+    return found
 
 
 def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:

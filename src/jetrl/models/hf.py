@@ -180,10 +180,15 @@ class _StoredWeights(CodedWeights):
         config: families.ModelConfig,
         layout: nvfp4_files.NVFP4Layout | None,
     ) -> None:
-        self._parts, self._tied = families.stored_tensors(config), config.tie_word_embeddings
-        self.names, self.codes = self._parts, None if layout is None else self._codes
         self._directory, self._device, self._layout = directory, device, layout
         self._files = hf_files.tensor_files(directory)
+        fused = families.fused_tensors(config).items()
+        self._parts = {
+            **families.stored_tensors(config),
+            **{name: (whole,) for name, whole in fused if whole.name in self._files},
+        }
+        self._tied = config.tie_word_embeddings
+        self.names, self.codes = self._parts, None if layout is None else self._codes
 
     def __getitem__(self, name: str) -> Tensor:
         coded = self._codes(name)
@@ -191,6 +196,7 @@ class _StoredWeights(CodedWeights):
             return dequantize_nvfp4(coded)
         tensors = [self._read(part) for part in self._parts[name]]
         weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        weight = weight.flatten(0, 1) if weight.dim() == 3 else weight  # fused experts
         if self._tied and name == "embed.weight" and "lm_head.weight" in self._files:
             head = self._tensor("lm_head.weight", tuple(weight.shape))
             if head.dtype != weight.dtype or not torch.equal(head, weight):
@@ -268,6 +274,11 @@ class _StoredWeights(CodedWeights):
             )
         if not fp8:
             return tensor
+        if part.layer is not None and not part.linear_weight:
+            raise UserError(
+                f"{file}: {part.name} is in FP8: a router is read in 16 or 32 bits only; write the "
+                "file again without quantizing it"
+            )
         if len(part.shape) != 2 or not scaled:
             raise UserError(f"{file}: {part.name} is in FP8, but there is no tensor {scales_name}")
         sides = zip(part.shape, families.FP8_BLOCK, strict=True)

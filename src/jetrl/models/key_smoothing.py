@@ -83,7 +83,7 @@ def pair_exponents(
     squares = squares.reshape(num_heads, 2, -1)
     offsets = np.zeros_like(squares) if bias is None else np.square(bias).reshape(squares.shape)
     if norm is not None:
-        gains = np.square(norm).reshape(2, -1)
+        gains = np.square(norm).reshape(-1, 2, squares.shape[-1])
         squares, offsets = squares * gains, offsets * gains
     sizes = np.sqrt(offsets[:, 0] + offsets[:, 1]) + np.sqrt((squares[:, 0] + squares[:, 1]) / 2)
     # round(log2(size) / 2) without a logarithm: frexp has floor(log2(size)) + 1.

@@ -146,3 +146,12 @@ class AttentionShape(Mixer):
         of_head = (2 if shared else 1) * 2 * 4 * query * places // self.num_kv_heads
         at_once = max(1, backward_lists.INTEGER_SUMS_BYTES // of_head)
         return gradients + copies * places + min(self.num_kv_heads, at_once) * of_head
+
+
+class WideNormAttention(AttentionShape):
+    """Attention whose norms are over all query heads and all key heads together, as in OLMoE."""
+
+    def parameter_shapes(self, hidden: int) -> Shapes:
+        queries, keys, _ = self.stored_rows["qkv"]
+        shapes = super().parameter_shapes(hidden)
+        return shapes | {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}

@@ -22,6 +22,7 @@ from jetrl.models.adapter import Adapter, LoRA, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.coded_weights import MadeWeights
 from jetrl.models.decoder import Decoder
+from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.hf_save import SaveDtype
 from jetrl.models.nvfp4_files import check_base
@@ -317,6 +318,8 @@ def check_device(
     if backend is REFERENCE:
         return
     backend.check_plan(plan.defined, plan.integer_attention)
+    if any(isinstance(layer.block, ExpertsShape) for layer in config.layers):
+        backend.check_experts()
     if backend.defined and plan.scales != "fp32":
         raise UserError(
             f"precision.scales = {plan.scales}: no kernel of a GPU rounds queries in INT8 with it; "

@@ -33,6 +33,7 @@ from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import Encoding, SaveDtype, save_model
+from jetrl.models.mixer import WideNormAttention
 from jetrl.precision.angles import cos_and_sin
 from jetrl.precision.exact import log_positive, square_root
 
@@ -108,7 +109,7 @@ def make_tiny(
     num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    head_dim: int = 64,
+    head_dim: int | None = None,
     vocab_size: int | None = None,
     tokenizer: Literal["characters", "bpe"] = "characters",
     text_files: str | Path | Sequence[str | Path] = (),
@@ -128,6 +129,7 @@ def make_tiny(
     Sizes have their names in config.json. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Args:
+        head_dim: 64 by default; hidden_size / num_heads for an olmoe.
         vocab_size: Rows of the embedding, and maximum vocabulary of 'bpe'. Default: the tokenizer's
             vocabulary, for 'bpe' at most 4,096 tokens.
         tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
@@ -150,6 +152,7 @@ def make_tiny(
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
     records, mixers = FAMILIES[family].records, FAMILIES[family].mixers
+    wide_norm = FAMILIES[family].attention is WideNormAttention
     fields = [name for record in records for name in record.model_fields]
     for key in block.keys() - set(fields):
         raise UserError(f"{family} has no {key}: {', '.join(fields)}")
@@ -163,7 +166,7 @@ def make_tiny(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or (hidden_size // num_heads if wide_norm else 64),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": rope_theta,

@@ -1,0 +1,102 @@
+"""The router of experts: from logits to the experts of each token and their weights.
+
+Experts are chosen by score, those with equal scores by index, the lower one first; no expert has a
+capacity and no token is dropped. Slots are in the order of choice. Operation by operation, float32,
+each rounded, sums over slots from the first on:
+
+    e       = exp(l - max(l)),  p = e / float32(exact_sum(e))      softmax; `precision.exact`
+    p       = sigmoid(l)                                           sigmoid
+    chosen  = the k largest (l, -index); with a bias (p + bias, -index)
+    w       = p[chosen]
+    n       = (w[0] + w[1] + ...) + floor,  w = w / n              if normalized
+    w       = w * scale                                            if scale is not 1
+    w is rounded to the dtype of logits                            its gradient is not
+
+    g       = dw * scale                                           backward
+    dp      = (g - ((g[0] * q[0]) + g[1] * q[1] + ...)) / n        if normalized, q the quotients
+    c       = (p[0] * dp[0]) + p[1] * dp[1] + ...                  softmax, over chosen experts
+    dl      = p * (dp - c)                                         dp is 0 for all others
+    dl      = dp * (p * (1 - p))                                   sigmoid
+
+dl is rounded to the dtype of logits. Qwen3 and OLMoE have BF16 logits and softmax; DeepSeek-style
+routers have float32 logits, sigmoids and a bias for choice. `rule` is that of the family
+(`kernels.routing_rule`).
+
+Legend: T tokens, E experts, k experts per token (slots).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.routing_rule import RoutingRule
+from jetrl.precision.exact import exact_sum, exp_nonpositive, sigmoid
+
+
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts, int64 [T, k], and their weights, float32 [T, k], differentiable.
+
+    Args:
+        logits: bfloat16 or float32 [T, E].
+        bias: float32 [E], added to scores for the choice only.
+    """
+    found: tuple[Tensor, Tensor] = _Route.apply(logits, rule, bias)
+    return found
+
+
+def router_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the scores p of all experts, float32 [T, E]."""
+    values = logits.float()
+    if rule.scores == "sigmoid":
+        return sigmoid(values)
+    powers = exp_nonpositive(values - values.amax(-1, keepdim=True))
+    return powers / exact_sum(powers).float()[:, None]
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rule: RoutingRule, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        scores = router_scores(logits, rule)
+        order = logits.float() if bias is None else scores + bias
+        # A stable sort keeps the lower index first among equal values; top-k would not.
+        order = torch.sort(order, dim=-1, descending=True, stable=True).indices
+        chosen = order[:, : rule.num_chosen].contiguous()
+        weights = scores.gather(1, chosen)
+        ctx.save_for_backward(scores, chosen)
+        ctx.rule, ctx.dtype = rule, logits.dtype
+        if rule.normalized:
+            weights = weights / _over_slots(weights).add_(rule.floor)
+        if rule.scale != 1.0:
+            weights = weights * rule.scale
+        ctx.mark_non_differentiable(chosen)
+        return chosen, weights.to(logits.dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        scores, chosen = ctx.saved_tensors
+        rule: RoutingRule = ctx.rule
+        p, dp = scores.gather(1, chosen), grads[1]
+        if rule.scale != 1.0:
+            dp = dp * rule.scale
+        if rule.normalized:
+            total = _over_slots(p).add_(rule.floor)
+            dp = (dp - _over_slots(dp * (p / total))) / total
+        dscores = torch.zeros_like(scores).scatter_(1, chosen, dp)
+        if rule.scores == "softmax":
+            dlogits = scores * (dscores - _over_slots(p * dp))
+        else:
+            dlogits = dscores * (scores * (1.0 - scores))
+        return dlogits.to(ctx.dtype), None, None
+
+
+def _over_slots(x: Tensor) -> Tensor:
+    """Return the sum of float32 x [T, k] over slots in order, [T, 1]."""
+    total = x[:, :1].clone()
+    for slot in range(1, x.shape[1]):
+        total += x[:, slot, None]
+    return total

@@ -1,0 +1,78 @@
+"""The block of experts: `models.experts_shape.ExpertsShape` as a module.
+
+The router's weight is in the format `rest` of the plan, BF16 but for the fp32 plan, on both sides.
+A token's experts and weights depend only on the token, so both sides route alike if their hidden
+states have the same bits.
+
+Legend: T tokens, R rows (T * k), D hidden size, F expert width, k experts per token (slots).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from jetrl.kernels.routing import route
+from jetrl.kernels.swiglu import swiglu
+from jetrl.models.experts_shape import ExpertsShape
+from jetrl.models.layer import RMSNorm, Trace, tell
+from jetrl.models.weights import Weights
+from jetrl.precision.experts import combine, grouped_linear
+from jetrl.precision.formats import Format
+from jetrl.precision.groups import Groups
+from jetrl.precision.plan import Side
+from jetrl.precision.router import router_logits
+
+
+class ExpertsBlock(nn.Module):
+    """The second half of a decoder layer: a norm, a router, and the experts that it chooses."""
+
+    self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {}
+
+    def __init__(
+        self,
+        index: int,
+        shape: ExpertsShape,
+        eps: float,
+        weights: Weights,
+        formats: Mapping[Side, Format],
+    ) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.shape = shape
+        self.norm = RMSNorm(weights, f"{name}.post_norm", eps)
+        for format in formats.values():
+            shape.check_formats(len(self.norm.weight), format)
+        self.router = weights.linear(f"{name}.router", weights.rest)
+        self.gate_up = weights.linear(f"{name}.gate_up", formats)
+        self.down = weights.linear(f"{name}.down", formats)
+
+    def forward(
+        self, x: Tensor, delta: Tensor, side: Side, trace: Trace | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and the block's output for that sum, both [T, D]."""
+        x = x + delta
+        normed = self.norm(x)
+        tell(trace, "post_norm", normed)
+        logits = router_logits(normed, self.router, side)
+        tell(trace, "router", logits)
+        chosen, shares = route(logits, self.shape.rule)
+        tell(trace, "experts", chosen)
+        tell(trace, "shares", shares)
+        groups = Groups.of(chosen, self.shape.num_experts)
+        gates = grouped_linear(normed, self.gate_up, groups, side, by_token=True)
+        _tell_slots(trace, "gate_up", gates, groups)
+        gated = swiglu(gates)
+        _tell_slots(trace, "swiglu", gated, groups)
+        outputs = grouped_linear(gated, self.down, groups, side)
+        _tell_slots(trace, "down", outputs, groups)
+        delta = combine(outputs, shares, groups)
+        tell(trace, "combined", delta)
+        return x, delta
+
+
+def _tell_slots(trace: Trace | None, name: str, rows: Tensor, groups: Groups) -> None:
+    """Pass rows to the trace by token, [T, k, ...]: their order depends on the other tokens."""
+    if trace is not None:
+        tell(trace, name, rows[groups.places.long()])

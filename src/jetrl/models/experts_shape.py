@@ -1,0 +1,185 @@
+"""The block of experts: keys of its families in config.json, weights and memory costs.
+
+A router chooses k of E experts per token, each a SwiGLU of its own; their outputs are added with
+the router's weights:
+
+    y = sum over slots s of w[s] * down_e(silu(gate) * up),  gate, up = gate_up_e(x),  e = chosen[s]
+
+Families differ in their keys and in the rule of their router (`kernels.routing_rule`). A layer that
+the keys make dense has `models.block.DenseShape`. Experts have no capacity and drop no token; keys
+that ask for it are refused (`models.config_schema`). This file must not import torch.
+
+Legend: T tokens, D hidden size, E experts, F expert width, k experts per token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
+
+from jetrl.errors import UserError
+from jetrl.kernels.routing_rule import RoutingRule
+from jetrl.models.block import Block, DenseShape, Names, Shapes
+
+if TYPE_CHECKING:  # as in `models.block`
+    from jetrl.precision.formats import Format
+
+_Count = Annotated[int, Field(ge=1, le=2**14)]
+_Width = Annotated[int, Field(ge=1, le=2**20)]
+_Layers = Annotated[
+    Annotated[tuple[int, ...], Field(max_length=2**14)] | None,
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]  # a tuple, so that records can be hashed
+
+
+class ExpertsShape(Block):
+    """The base class of the records of experts.
+
+    Attributes:
+        num_experts: `num_local_experts` in some files of transformers 5.
+        router_aux_loss_coef: The family's weight of a load-balancing loss, which only
+            `train.router_aux_loss` turns on.
+    """
+
+    linears = ("gate_up", "down")
+    adaptable = ()
+    num_experts: Annotated[
+        _Count,
+        Field(
+            description="experts per layer",
+            examples=[8],
+            validation_alias=AliasChoices("num_experts", "num_local_experts"),
+        ),
+    ]
+    num_experts_per_tok: Annotated[_Count, Field(description="experts per token", examples=[2])]
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+
+    @field_validator("num_experts_per_tok")
+    @classmethod
+    def _chosen_exist(cls, chosen: int, info: ValidationInfo) -> int:
+        """Refuse to choose more experts than there are; a wrong count has an error of its own."""
+        count = info.data.get("num_experts", chosen)
+        if chosen > count:
+            raise ValueError(f"should be at most num_experts = {count}")
+        return chosen
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """F, the inner size of an expert."""
+
+    @property
+    def rule(self) -> RoutingRule:
+        """The rule of the router."""
+        return RoutingRule(self.num_experts_per_tok, normalized=self.norm_topk_prob)
+
+    def check_formats(self, hidden: int, format: Format) -> None:
+        """Raise a UserError if an expert's matrices do not fit the groups of a format."""
+        if format.frozen:
+            raise UserError(
+                f"precision.base = {format.name} is not for experts: leave it out, or use a dense "
+                "model"
+            )
+        if not format.coded:
+            return
+        of_hidden = 128 if format.grouped else format.multiple
+        for key, size, multiple in (
+            ("hidden_size", hidden, of_hidden),
+            ("the width of experts", self.width, format.multiple),
+        ):
+            if size % multiple:
+                raise UserError(
+                    f"config.json: {key} = {size}: experts in {format.words} need a multiple of "
+                    f"{multiple}; use precision.preset=bf16"
+                )
+
+    def parameter_shapes(self, hidden: int) -> Shapes:
+        return {
+            "post_norm.weight": (hidden,),
+            "router.weight": (self.num_experts, hidden),
+            "gate_up.weight": (self.num_experts * 2 * self.width, hidden),
+            "down.weight": (self.num_experts * hidden, self.width),
+        }
+
+    def stored_names(self, fused: bool) -> Names:
+        experts = [f"mlp.experts.{number}" for number in range(self.num_experts)]
+        return {
+            "post_norm": ("post_attention_layernorm",),
+            "router": ("mlp.gate",),
+            "gate_up": tuple(f"{e}.{half}_proj" for e in experts for half in ("gate", "up")),
+            "down": tuple(f"{e}.down_proj" for e in experts),
+        }
+
+    @property
+    def fused_names(self) -> Mapping[str, tuple[str, int]]:
+        count = self.num_experts
+        return {
+            "gate_up": ("mlp.experts.gate_up_proj", count),  # [E, 2F, D]
+            "down": ("mlp.experts.down_proj", count),  # [E, D, F]
+        }
+
+    def kept_values(self, hidden: int, inputs: bool) -> int:
+        # Per slot: gate_up's output, SwiGLU's and down's; the norm's output; scores in float32.
+        entered = 0 if inputs else hidden
+        slots = self.num_experts_per_tok * (3 * self.width + hidden + 4)
+        return slots + entered + 2 * self.num_experts
+
+    def forward_values(self, hidden: int, adapted: bool) -> int:
+        slots = self.num_experts_per_tok * (3 * self.width + 2 * hidden + 4)
+        return 5 * hidden + slots + 4 * self.num_experts
+
+    def backward_bytes(
+        self, hidden: int, tokens: int, format: Format, first: bool, group: int
+    ) -> int:
+        return self._gradient_bytes(hidden, tokens, format) + self._product_bytes(hidden, first)
+
+    def adapted_backward_bytes(self, hidden: int, tokens: int, format: Format, weight: int) -> int:
+        turned = 4 * self.width * hidden if format.coded else 0  # one expert's, in BF16
+        return self._gradient_bytes(hidden, tokens, format) + turned + weight
+
+    def _gradient_bytes(self, hidden: int, tokens: int, format: Format) -> int:
+        """Return the bytes of gradients per slot in BF16, and of their codes."""
+        codes = self.width * 2 + hidden if format.coded else 0
+        per_slot = 2 * (2 * hidden + 3 * self.width) + codes
+        return tokens * (self.num_experts_per_tok * per_slot + 8 * hidden)
+
+    def _product_bytes(self, hidden: int, first: bool) -> int:
+        """Return the bytes of dW of gate_up, in BF16 and, if it becomes the sum, in FP32."""
+        return (2 + (4 if first else 0)) * self.num_experts * 2 * self.width * hidden
+
+
+class Qwen3Experts(ExpertsShape):
+    """Experts of qwen3_moe. Some layers may be dense: `mlp_only_layers`, `decoder_sparse_step`."""
+
+    moe_intermediate_size: Annotated[
+        _Width, Field(description="inner channels of an expert", examples=[128])
+    ]
+    intermediate_size: _Width = 6144
+    decoder_sparse_step: Annotated[int, Field(ge=1)] = 1
+    mlp_only_layers: _Layers = None
+
+    @property
+    def width(self) -> int:
+        return self.moe_intermediate_size
+
+    def of_layer(self, index: int) -> Block:
+        dense = index in (self.mlp_only_layers or ())
+        if dense or (index + 1) % self.decoder_sparse_step:
+            return DenseShape(intermediate_size=self.intermediate_size)
+        return self
+
+
+class OlmoeExperts(ExpertsShape):
+    """Experts of olmoe, whose `intermediate_size` is the width of an expert."""
+
+    intermediate_size: Annotated[
+        _Width, Field(description="inner channels of an expert", examples=[128])
+    ]
+
+    @property
+    def width(self) -> int:
+        return self.intermediate_size

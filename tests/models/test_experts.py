@@ -1,0 +1,238 @@
+"""Mixtures of experts: config keys, dense layers, files, both sides, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.models.stored_weights import change_tensors, read_model
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.memory.plan import quantized_bytes
+from jetrl.models.block import DenseShape
+from jetrl.models.experts_shape import ExpertsShape, OlmoeExperts, Qwen3Experts
+from jetrl.models.families import ModelConfig, linear_layers
+from jetrl.models.model import check_device
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import RandomWeights, make_tiny
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import HOPPER
+from jetrl.session.parity import locate, measure
+
+EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight".format
+
+
+def tiny(path: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:
+    return make_tiny(path, family, initializer_range=0.2, **sizes)
+
+
+def config_of(family: str = "qwen3_moe", **changes: Any) -> ModelConfig:
+    raw: dict[str, Any] = {
+        "model_type": family, "vocab_size": 40, "hidden_size": 128, "num_hidden_layers": 6,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 192,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    return ModelConfig.from_hf({k: v for k, v in (raw | changes).items() if v is not None})
+
+
+def test_dense_layers_are_those_of_the_keys() -> None:
+    config = config_of(decoder_sparse_step=2, mlp_only_layers=[3])
+    kinds = [type(layer.block) for layer in config.layers]
+    assert kinds == [DenseShape, Qwen3Experts, DenseShape, DenseShape, DenseShape, Qwen3Experts]
+    assert config.layers[3].block.intermediate_size == 192
+    linears = linear_layers(config)
+    assert linears["layers.0.gate_up"][0].name.endswith("mlp.gate_proj.weight")
+    assert len(linears["layers.1.gate_up"]) == 8
+    assert not any("router" in name for name in linears)
+
+
+def test_names_of_both_versions_of_transformers() -> None:
+    new = config_of(num_experts=None, num_local_experts=4)
+    assert new == config_of()
+    assert new.layers[0].block.rule.normalized is False  # transformers' default
+    assert config_of(norm_topk_prob=True).layers[0].block.rule.normalized is True
+    olmoe = config_of("olmoe", head_dim=64).layers[0]
+    assert isinstance(olmoe.block, OlmoeExperts)
+    assert (olmoe.block.width, olmoe.block.router_aux_loss_coef) == (192, 0.01)
+    shapes = olmoe.mixer.parameter_shapes(128)
+    assert (shapes["q_norm.weight"], shapes["k_norm.weight"]) == ((128,), (128,))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5: should be at most num_experts = 4"),
+        ({"num_experts": 0}, "num_experts = 0: should be greater than"),
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"capacity_factor": 1.25}, "capacity_factor = 1.25: should be False or None"),
+        ({"expert_capacity": 64}, "expert_capacity = 64"),
+        ({"drop_tokens": True}, "drop_tokens = True"),
+        ({"n_group": 8}, "n_group = 8: should be 1 or None"),
+        ({"topk_group": 4}, "topk_group = 4"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+        ({"model_type": "olmoe", "head_dim": 32}, "2 heads of 32 are not hidden_size = 128"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ],
+)
+def test_unsupported_keys_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
+        config_of(**changes)
+
+
+@pytest.mark.parametrize(
+    "preset, sizes, message",
+    [
+        ("jet", {"hidden_size": 192}, "hidden_size = 192: experts in FP8 need a multiple of 128"),
+        ("int8", {"moe_intermediate_size": 96}, "the width of experts = 96: .*multiple of 64"),
+    ],
+)
+def test_sizes_that_cross_groups_of_codes_are_refused(
+    preset: str, sizes: dict[str, int], message: str
+) -> None:
+    raw = {**config_of().raw, "num_hidden_layers": 1, "head_dim": 64, **sizes}
+    with pytest.raises(UserError, match=message):
+        Policy.from_config(raw, preset)
+    Policy.from_config(raw, "bf16")
+
+
+def test_a_base_in_nvfp4_and_gpus_without_kernels_are_refused(monkeypatch: Any) -> None:
+    plan = PrecisionPlan.preset("jet").replace(base="nvfp4")
+    with pytest.raises(UserError, match="nvfp4 is not for experts"):
+        config_of().layers[0].block.check_formats(128, plan.linear_format("train", 0, 6))
+    monkeypatch.setattr("jetrl.models.model.backend_for", lambda device: HOPPER)
+    raw = {**config_of().raw, "head_dim": 64}
+    with pytest.raises(UserError, match="has no kernels for experts yet"):
+        check_device(ModelConfig.from_hf(raw), PrecisionPlan.preset("jet"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("preset", ["bf16", "jet", "unified", "int8", "integer"])
+def test_sampler_and_trainer_have_the_same_bits(family: str, preset: str, tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(tiny(tmp_path / "model", family), preset)
+    result = measure(policy, num_prompts=3, samples=2, max_tokens=6, gradients=True)
+    assert (result.tokens, result.different) == (36, 0)
+
+
+def test_locate_names_the_operation_of_the_router(tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(tiny(tmp_path / "model"), "int8")
+    assert locate(policy, [3, 4, 5], [6, 7, 8, 9]) is None
+    changed = Policy.from_pretrained(tmp_path / "model", "int8")
+    router = changed.decoder.layers[1].block.router
+    whole = router.operand
+
+    def sampler_differs(side: str) -> Tensor:
+        return whole(side) * (1.5 if side == "rollout" else 1.0)
+
+    router.operand = sampler_differs
+    assert locate(changed, [3, 4, 5], [6, 7, 8, 9]).operation == "layers.1.router"
+
+
+def test_experts_are_read_fused_too(tmp_path: Path) -> None:
+    config, weights = read_model(tiny(tmp_path / "model"))
+
+    def fuse(tensors: dict[str, Tensor]) -> None:
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            experts: dict[str, list[Tensor]] = {"gate_up_proj": [], "down_proj": []}
+            for e in range(8):
+                gate, up, down = (
+                    tensors.pop(f"{prefix}.{e}.{part}_proj.weight")
+                    for part in ("gate", "up", "down")
+                )
+                experts["gate_up_proj"].append(torch.cat([gate, up]))
+                experts["down_proj"].append(down)
+            tensors |= {f"{prefix}.{name}": torch.stack(x) for name, x in experts.items()}
+
+    change_tensors(tmp_path / "model", fuse)
+    fused = read_model(tmp_path / "model")[1]
+    assert all(torch.equal(fused[name], tensor) for name, tensor in weights.items())
+    drawn = RandomWeights(config, 0)
+    assert torch.equal(fused["layers.1.down.weight"], drawn["layers.1.down.weight"])
+
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    change_tensors(tmp_path / "model", lambda t: t.update({name: t[name].mT.contiguous()}))
+    expected = rf"{name} has shape \[8, 128, 256\], config.json expects \[8, 256, 128\]"
+    with pytest.raises(UserError, match=expected):
+        read_model(tmp_path / "model")
+
+
+def in_fp8(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop(EXPERT(7, "up")), rf"tensor {EXPERT(7, 'up')} \[128, 128\] is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.gate.weight"), r"0\.mlp\.gate\.weight .* is missing"),
+        (
+            lambda t: t.update({EXPERT(3, "gate"): torch.zeros(128, 64)}),
+            rf"tensor {EXPERT(3, 'gate')} has shape \[128, 64\]",
+        ),
+        (in_fp8, r"0\.mlp\.gate\.weight is in FP8: a router is read in 16 or 32 bits only"),
+        (
+            lambda t: t.update({EXPERT(8, "up"): torch.zeros(128, 128)}),
+            rf"no place for: {EXPERT(8, 'up')}",
+        ),
+    ],
+    ids=["expert", "router", "shape", "quantized router", "one too many"],
+)
+def test_wrong_tensors_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    change_tensors(tiny(tmp_path / "model"), change)
+    with pytest.raises(UserError, match=message):
+        read_model(tmp_path / "model")
+
+
+def test_an_export_in_fp8_leaves_the_router_in_bf16(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", num_layers=3)
+    raw = json.loads((path / "config.json").read_text()) | {"mlp_only_layers": [1]}
+    policy = Policy.from_config({**raw, "intermediate_size": 256}, "unified")
+    policy.save_pretrained(tmp_path / "fp8", dtype="fp8")
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    layer = "model.layers.{}.mlp.{}".format
+    for name in (
+        layer(0, "experts.7.gate_proj"),
+        layer(1, "gate_proj"),
+        layer(2, "experts.0.down_proj"),
+    ):
+        assert stored[f"{name}.weight"].dtype == torch.float8_e4m3fn
+        assert stored[f"{name}.weight_scale_inv"].dtype == torch.float32
+    assert stored[layer(0, "gate.weight")].dtype == torch.bfloat16
+    left = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    # Whole names, so that no pattern for `gate` is one for `gate_proj` of the dense layer.
+    assert left["modules_to_not_convert"] == ["lm_head", layer(0, "gate"), layer(2, "gate")]
+    back = Policy.from_pretrained(tmp_path / "fp8", "unified")
+    result = measure(back, num_prompts=2, samples=1, max_tokens=4)
+    assert (result.tokens, result.different) == (8, 0)
+
+
+def test_codes_count_every_expert_and_its_row_of_the_router() -> None:
+    plan = PrecisionPlan.preset("unified")
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 128}
+    config, fewer = config_of(**sizes), config_of(**sizes, num_experts=3)
+    one = 3 * (128 * 128 + 4) + 2 * 128
+    assert quantized_bytes(config, plan) - quantized_bytes(fewer, plan) == 2 * one
+
+
+def test_every_expert_has_gradients_of_its_tokens_only(tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(tiny(tmp_path / "model"), "integer")
+    chosen: list[Tensor] = []
+    policy.decoder.trace = lambda name, x: chosen.append(x) if name.endswith("experts") else None
+    policy.logprobs([[3, 9, 4]])[0].sum().backward()
+    masters = policy.master_weights()
+    for layer, experts in enumerate(chosen):
+        shape = policy.config.layers[layer].block
+        assert isinstance(shape, ExpertsShape)
+        down = masters[f"layers.{layer}.down.weight"].grad.unflatten(0, (8, -1))
+        # The last token's log-probs are of no token, so its experts may have no gradient.
+        used = {e for e in range(8) if down[e].any()}
+        assert set(experts[:-1].flatten().tolist()) == used
+        assert masters[f"layers.{layer}.router.weight"].grad.any()
