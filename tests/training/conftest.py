@@ -66,6 +66,7 @@ class Bigram:
     tokenizer = None
     lora = key_exponents = None
     restore_key_exponents = staticmethod(lambda *_: None)
+    decoder = nn.Module()  # without experts, whose routes would be observed
 
     def __init__(self, exact: bool = True, vocab_size: int = 11, seed: int = 0) -> None:
         self.device = torch.device("cpu")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 
-from jetrl.models.block import DenseShape
+from jetrl.models.block import DenseShape, LayerHalf
 from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
 from jetrl.models.mixer import Mixer
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--num-heads", default=4, help="query heads")
     size("--num-kv-heads", default=2, help="key and value heads")
     size("--head-dim", help="channels per head (default: 64; olmoe: hidden size / heads)")
+    kinds: tuple[type[LayerHalf], ...]
     kinds = (*Mixer.__subclasses__(), OlmoeExperts, Qwen3Experts, DenseShape)
     for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
         for usual in field.examples or ():

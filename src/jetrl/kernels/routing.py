@@ -18,6 +18,16 @@ each rounded, sums over slots from the first on:
     dl      = p * (dp - c)                                         dp is 0 for all others
     dl      = dp * (p * (1 - p))                                   sigmoid
 
+The load-balancing loss of a layer is 1 if all experts have equal loads and scores (Fedus et al.,
+Switch Transformers, arXiv 2101.03961, eq. 4, over k slots). With f the share of rows per expert,
+float32, and T tokens:
+
+    P       = float32(exact_sum over tokens of p) / T
+    loss    = float32(exact_sum(f * P)) * E
+    g       = (f * E) / T * dloss                                  backward
+    dl      = p * (g - float32(exact_sum over experts of p * g))   softmax
+    dl      = g * (p * (1 - p))                                    sigmoid
+
 dl is rounded to the dtype of logits. Qwen3 and OLMoE have BF16 logits and softmax; DeepSeek-style
 routers have float32 logits, sigmoids and a bias for choice. `rule` is that of the family
 (`kernels.routing_rule`).
@@ -33,7 +43,9 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.routing_rule import RoutingRule
-from jetrl.precision.exact import exact_sum, exp_nonpositive, sigmoid
+from jetrl.precision.exact import exact_sum, exp_nonpositive, log_positive, sigmoid
+
+_SMALLEST = 2.0**-126  # below which p log p is 0
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -54,6 +66,47 @@ def router_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
         return sigmoid(values)
     powers = exp_nonpositive(values - values.amax(-1, keepdim=True))
     return powers / exact_sum(powers).float()[:, None]
+
+
+def row_shares(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return the share of rows per expert, float32 [E], of chosen experts int64 [T, k]."""
+    counts = torch.zeros(num_experts, device=chosen.device)
+    experts = chosen.flatten()
+    counts.index_add_(0, experts, torch.ones_like(experts, dtype=torch.float32))
+    return counts / counts.new_tensor(len(experts))
+
+
+def balance_loss(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the load-balancing loss of a layer, a float32 scalar, differentiable in logits."""
+    loss: Tensor = _Balance.apply(logits, row_shares(chosen, logits.shape[1]), rule)
+    return loss
+
+
+def router_entropy(logits: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the entropy in nats of each token's scores, divided by their sum: float32 [T]."""
+    scores = router_scores(logits, rule)
+    shares = (scores / exact_sum(scores).float()[:, None]).clamp(min=_SMALLEST)
+    return exact_sum(shares * -log_positive(shares.double()).float()).float()
+
+
+class _Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shares: Tensor, rule: RoutingRule) -> Tensor:
+        scores = router_scores(logits, rule)
+        ctx.save_for_backward(scores, shares)
+        ctx.rule, ctx.dtype = rule, logits.dtype
+        means = exact_sum(scores.mT).float() / shares.new_tensor(len(scores))
+        return exact_sum(shares * means).float() * len(shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        scores, shares = ctx.saved_tensors
+        per_score = (shares * len(shares)) / shares.new_tensor(len(scores)) * grads[0]
+        if ctx.rule.scores == "softmax":
+            dlogits = scores * (per_score - exact_sum(scores * per_score).float()[:, None])
+        else:
+            dlogits = per_score * (scores * (1.0 - scores))
+        return dlogits.to(ctx.dtype), None, None
 
 
 class _Route(torch.autograd.Function):

@@ -9,11 +9,14 @@ Legend: T tokens, R rows (T * k), D hidden size, F expert width, k experts per t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from jetrl.kernels.routing import route
+from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.kernels.swiglu import swiglu
 from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.layer import RMSNorm, Trace, tell
@@ -23,6 +26,15 @@ from jetrl.precision.formats import Format
 from jetrl.precision.groups import Groups
 from jetrl.precision.plan import Side
 from jetrl.precision.router import router_logits
+
+
+@dataclass(frozen=True)
+class Routes:
+    """A layer's router logits [T, E] and chosen experts int64 [T, k] of T tokens."""
+
+    logits: Tensor
+    chosen: Tensor
+    rule: RoutingRule
 
 
 class ExpertsBlock(nn.Module):
@@ -41,6 +53,7 @@ class ExpertsBlock(nn.Module):
         super().__init__()
         name = f"layers.{index}"
         self.shape = shape
+        self.observer: Callable[[Routes], None] | None = None
         self.norm = RMSNorm(weights, f"{name}.post_norm", eps)
         for format in formats.values():
             shape.check_formats(len(self.norm.weight), format)
@@ -58,6 +71,8 @@ class ExpertsBlock(nn.Module):
         logits = router_logits(normed, self.router, side)
         tell(trace, "router", logits)
         chosen, shares = route(logits, self.shape.rule)
+        if self.observer is not None:
+            self.observer(Routes(logits, chosen, self.shape.rule))
         tell(trace, "experts", chosen)
         tell(trace, "shares", shares)
         groups = Groups.of(chosen, self.shape.num_experts)
@@ -70,6 +85,20 @@ class ExpertsBlock(nn.Module):
         delta = combine(outputs, shares, groups)
         tell(trace, "combined", delta)
         return x, delta
+
+
+@contextlib.contextmanager
+def observed_routes(decoder: nn.Module) -> Iterator[list[Routes]]:
+    """Collect the routes of each layer with experts, in order, of the forwards in the block."""
+    found: list[Routes] = []
+    blocks = [module for module in decoder.modules() if isinstance(module, ExpertsBlock)]
+    for block in blocks:
+        block.observer = found.append
+    try:
+        yield found
+    finally:
+        for block in blocks:
+            block.observer = None
 
 
 def _tell_slots(trace: Trace | None, name: str, rows: Tensor, groups: Groups) -> None:

@@ -40,8 +40,8 @@ class ExpertsShape(Block):
 
     Attributes:
         num_experts: `num_local_experts` in some files of transformers 5.
-        router_aux_loss_coef: The family's weight of a load-balancing loss, which only
-            `train.router_aux_loss` turns on.
+        router_aux_loss_coef: The weight of the family's load-balancing loss. Only
+            `train.router_aux_loss` sets the one of a run.
     """
 
     linears = ("gate_up", "down")

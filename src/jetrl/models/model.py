@@ -32,7 +32,7 @@ from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import HOPPER, REFERENCE, backend_elsewhere, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
-from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.plan import PrecisionPlan, Side
 
 
 class Model:
@@ -260,8 +260,9 @@ class Model:
         rows: Tensor,
         activation_checkpointing: bool = False,
         stems: Stems | None = None,
+        side: Side = "train",
     ) -> Tensor:
-        """Return the training side's decoder output [R, D] at `rows` of a packed batch.
+        """Return a side's decoder output [R, D] at `rows` of a packed batch.
 
         `inputs`, of T tokens, and `rows`, int64 [R], are on the model's device. `cu_seqlens`,
         int64 [S + 1], may be on the CPU, which saves a host sync. `stems` holds the rows to compute
@@ -272,7 +273,7 @@ class Model:
             inputs = inputs[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
         self.check_backend()
-        hidden: Tensor = self.decoder(inputs, kv, "train", activation_checkpointing)
+        hidden: Tensor = self.decoder(inputs, kv, side, activation_checkpointing)
         return hidden[rows]
 
     @contextlib.contextmanager

@@ -336,6 +336,13 @@ CHARTS: tuple[ChartOf, ...] = (
     *(_evaluation, _mismatch, _mismatch_size),
     _lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
     _lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
+    _lines(
+        "experts",
+        "Load of the busiest expert",
+        "times the mean",
+        {"experts/load": "mean over layers", "experts/load_max": "largest"},
+    ),
+    _lines("routes", "Routes that differ", "share", {"experts/routes_different": "of all routes"}),
     _time,
     _lines(
         "signal",

@@ -262,6 +262,12 @@ class TrainSettings(Section):
     tokens_per_micro_batch: Positive = 16384
     """maximum tokens per forward and backward; reduced if they do not fit in GPU memory
     (docs/memory.md)"""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """weight of a load-balancing loss over experts, mean over layers; 0: none. A model's own is
+    `router_aux_loss_coef` in its config.json, which is not read"""
+    compare_routes: bool | Literal["auto"] = "auto"
+    """measure experts/routes_different by an additional forward per micro-batch; auto: only if the
+    plan does not promise equal routes"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """action if an update has a NaN or infinite loss or gradient"""
     activation_checkpointing: bool = False

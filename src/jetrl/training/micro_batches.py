@@ -222,6 +222,18 @@ def batch_logprobs(
     )
 
 
+@torch.no_grad()
+def sampler_forward(policy: Policy, batch: Batch) -> None:
+    """Run the sampler's decoder on a whole batch, for what observes it."""
+    policy.packed_hidden(
+        ForwardInputs.of(batch).to(policy.device),
+        torch.from_numpy(batch.cu_seqlens),
+        rows=upload(torch.from_numpy(targets(batch)), policy.device) - 1,
+        stems=Stems.of(batch),
+        side="rollout",
+    )
+
+
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> Tensor:
     """Return a batch's values [T] at its N trained tokens, on the given device."""
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.models.experts import observed_routes
 from jetrl.models.model import Model
 from jetrl.models.packed import pack
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
+from jetrl.settings.sections import TrainSettings
 from jetrl.training.guard import Guard
 from jetrl.training.loss_math import divided, log_sigmoid, loss_sum, total
 from jetrl.training.micro_batches import (
@@ -28,6 +30,7 @@ from jetrl.training.micro_batches import (
 )
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import pack_examples
+from jetrl.training.routes import check_balance, with_routes
 from jetrl.training.update import Update, UpdateStats
 from jetrl.types import Example
 
@@ -64,7 +67,8 @@ class SftTrainer(_Supervised):
         super().__init__(policy, settings, micro_batch_size, guard)
         # Not a bound method: without a reference cycle, moments are freed together with the
         # trainer.
-        loss = partial(_loss, policy, settings.train.activation_checkpointing)
+        check_balance(policy.config, settings.train.router_aux_loss)
+        loss = partial(_loss, policy, settings.train)
         self._update = Update(policy, self.optimizer, self.guard, loss=loss, prefix="sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -72,7 +76,7 @@ class SftTrainer(_Supervised):
 
         Returns sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr and
         sft/tokens (completion tokens). A skipped update reports policy/skipped_updates in place of
-        loss and norm.
+        loss and norm. A mixture of experts adds experts/*.
         """
         assert examples
         size = self.micro_batch_size
@@ -81,16 +85,20 @@ class SftTrainer(_Supervised):
         stats = self._update.run(Minibatch([MicroBatch(batch) for batch in batches], size))
         if not stats.applied:
             return self._common(stats) | {"policy/skipped_updates": 1.0}
-        return {**stats.metrics, "sft/grad_norm": stats.grad_norm, **self._common(stats)}
+        metrics = stats.metrics | stats.peaks
+        return {**metrics, "sft/grad_norm": stats.grad_norm, **self._common(stats)}
 
 
 def _loss(
-    policy: Policy, activation_checkpointing: bool, micro: MicroBatch, minibatch: Minibatch
+    policy: Policy, train: TrainSettings, micro: MicroBatch, minibatch: Minibatch
 ) -> MicroBatchLoss:
-    logprobs, _ = batch_logprobs(
-        policy, micro.batch, activation_checkpointing=activation_checkpointing
-    )
-    return MicroBatchLoss(-divided(loss_sum(logprobs), minibatch.num_tokens))
+    with observed_routes(policy.decoder) as routes:
+        logprobs, _ = batch_logprobs(
+            policy, micro.batch, activation_checkpointing=train.activation_checkpointing
+        )
+    loss = MicroBatchLoss(-divided(loss_sum(logprobs), minibatch.num_tokens))
+    share = len(logprobs) / minibatch.num_tokens
+    return with_routes(loss, routes, [], share=share, train=train) if routes else loss
 
 
 Pair = tuple[Sequence[int], Sequence[int]]

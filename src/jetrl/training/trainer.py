@@ -26,6 +26,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.allowed_tokens import allows_all
+from jetrl.models.experts import observed_routes
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
 from jetrl.models.policy import Policy
@@ -40,11 +41,13 @@ from jetrl.training.micro_batches import (
     Minibatch,
     at_targets,
     batch_logprobs,
+    sampler_forward,
 )
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
+from jetrl.training.routes import check_balance, with_routes
 from jetrl.training.update import Update, UpdateStats, mean_of_each
 from jetrl.types import Sample
 
@@ -76,6 +79,7 @@ class Trainer:
         self.policy = policy
         self.settings = settings
         self.extras = extras
+        check_balance(policy.config, settings.train.router_aux_loss)
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
         values = next((extra.values for extra in extras if extra.values is not None), None)
         if settings.algorithm.kl > 0 and reference is None:
@@ -139,8 +143,8 @@ class Trainer:
             step's trained tokens. policy/grad_norm: mean over updates, before the clip. policy/lr:
             of the last update. policy/active_fraction: trained tokens whose advantage is not 0.
             correction/* with a correction, `mismatch/*`, sampling/surprise_z of the first update,
-            and the extras' metrics. If any, policy/skipped_updates (in none of the means) and
-            memory/train_retries.
+            the extras' metrics, and experts/* of a mixture of experts. If any,
+            policy/skipped_updates (in none of the means) and memory/train_retries.
 
         Raises:
             StepMismatchError: Sampler and trainer differ under an exact plan; no weight changed.
@@ -189,13 +193,14 @@ class Trainer:
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Run the forward of a micro-batch; return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
-        logprobs, moments = batch_logprobs(
-            self.policy,
-            batch,
-            self._temperature,
-            activation_checkpointing=self.settings.train.activation_checkpointing,
-            seen=next(filter(None, (extra.observer(batch) for extra in self.extras)), None),
-        )
+        with observed_routes(self.policy.decoder) as routes:
+            logprobs, moments = batch_logprobs(
+                self.policy,
+                batch,
+                self._temperature,
+                activation_checkpointing=self.settings.train.activation_checkpointing,
+                seen=next(filter(None, (extra.observer(batch) for extra in self.extras)), None),
+            )
         # Behavior policy: the sampler's log-probs, or those of this policy before the first update.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
@@ -220,7 +225,17 @@ class Trainer:
         }
         if self._all_draws and micro.before is None:  # weights are still the sampler's
             metrics |= mismatch.surprise_sums(logprobs, moments)
-        return replace(loss, metrics=metrics, outputs=logprobs.detach())
+        loss = replace(loss, metrics=metrics, outputs=logprobs.detach())
+        if not routes:
+            return loss
+        # Of an exact plan, equal log-probs already prove equal routes.
+        compares = self.settings.train.compare_routes
+        with observed_routes(self.policy.decoder) as sampled:
+            if not self.policy.plan.exact if compares == "auto" else compares:
+                sampler_forward(self.policy, batch)
+        return with_routes(
+            loss, routes, sampled, share=len(logprobs) / size.tokens, train=self.settings.train
+        )
 
     def _compare(
         self, samples: Sequence[Sample], version: int, data: list[Minibatch], first: list[Tensor]

@@ -468,10 +468,8 @@ class _PackedIntegerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stored, (out, reference, mass, cu_seqlens, row_of) = (
-            ctx.saved_tensors[:6],
-            ctx.saved_tensors[6:],
-        )
+        saved = ctx.saved_tensors  # once: with activation checkpointing, each access computes them
+        stored, (out, reference, mass, cu_seqlens, row_of) = saved[:6], saved[6:]
         queries, keys, values = stored[:2], stored[2:4], stored[4:]
         first = _counts_here(cu_seqlens, row_of, len(out))
         # Sums of each sequence, on rows of its own.
