@@ -14,10 +14,12 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.memory.plan import quantized_bytes
+from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.block import DenseShape
 from jetrl.models.experts_shape import ExpertsShape, OlmoeExperts, Qwen3Experts
 from jetrl.models.families import ModelConfig, linear_layers
 from jetrl.models.model import check_device
+from jetrl.models.peft import read_adapter, read_lora
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
@@ -236,3 +238,42 @@ def test_every_expert_has_gradients_of_its_tokens_only(tmp_path: Path) -> None:
         used = {e for e in range(8) if down[e].any()}
         assert set(experts[:-1].flatten().tolist()) == used
         assert masters[f"layers.{layer}.router.weight"].grad.any()
+
+
+def test_adapters_are_on_attention_and_by_name_on_experts(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", num_layers=2)
+    config = read_model(path)[0]
+    assert {x.split(".")[2] for x in LoRA(8, 16.0).shapes(config)} == {"qkv", "o"}
+    lora = LoRA(8, 16.0, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    assert len(lora.shapes(config)["layers.1.gate_up"].parts) == 2 * 8
+    policy = Policy.from_pretrained(path, "int8", adapter=Adapter.new(config, lora, seed=1))
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith("lora_B"):
+                master.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    policy.requantize()
+    result = measure(policy, num_prompts=2, samples=2, max_tokens=5, gradients=True)
+    assert (result.tokens, result.different) == (20, 0)
+    policy.save_pretrained(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.experts.7.up_proj.lora_B.weight"
+    assert stored[name].shape == (128, 8)
+    again = read_adapter(tmp_path / "adapter", config)
+    back = Policy.from_pretrained(path, "int8", adapter=again)
+    tokens = [[3, 9, 4, 17, 8]]
+    assert torch.equal(back.logprobs(tokens)[0], policy.logprobs(tokens)[0])
+    policy.logprobs(tokens)[0].sum().backward()
+    masters = policy.master_weights()
+    assert masters["layers.0.down.lora_B"].grad.any()
+    assert masters["layers.0.gate_up.lora_A"].grad.any()
+
+
+def test_adapters_of_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
+    config = read_model(tiny(tmp_path / "model"))[0]
+    contents = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    contents["target_parameters"] = ["mlp.experts.gate_up_proj"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(contents))
+    with pytest.raises(
+        UserError, match=r"target_parameters = \['mlp.experts.gate_up_proj'\] is not"
+    ):
+        read_lora(tmp_path, config)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.adapter_experts import adapted_grouped_linear
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.experts import combine, grouped_linear, sum_slots
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.groups import Groups
@@ -123,3 +125,54 @@ def test_slots_are_added_in_order() -> None:
                 (dout[token] * y[place]).abs().max()
             )
             assert abs(float(weights.grad[token, slot]) - true) <= bound
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "unified", "int8"])
+def test_adapters_of_experts_have_the_dense_bits(preset: str, by_token: bool) -> None:
+    """Both halves of experts 0 to 3, one of expert 2, none of expert 4."""
+    plan = PrecisionPlan.preset(preset)
+    half = N // 2
+    firsts = [at for at in range(0, 4 * N, half) if at != 2 * N]
+    masters = normal(EXPERTS * N, K) / math.sqrt(K)
+    a, b = normal(len(firsts) * 8, K, seed=5) / K, normal(len(firsts) * half, 8, seed=6)
+    dtype = torch.float32 if plan.reads_masters else torch.bfloat16
+
+    def adapted(own: Tensor, own_a: Tensor, own_b: Tensor, at: list[int]) -> Linear:
+        shape = AdapterShape(8, 0.5, len(own), K, tuple((first, half) for first in at))
+        made = layer(plan, own)
+        made.weight.requires_grad_(False)
+        factors = (nn.Parameter(own_a.clone()), nn.Parameter(own_b.clone()))
+        made.adapter = AdapterWeight("test", *factors, shape, dtype)
+        return made
+
+    experts = chosen("some")
+    experts[:5, 0] = 4  # rows of an expert without an adapter
+    groups = Groups.of(experts, EXPERTS)
+    x = normal(len(experts) if by_token else experts.numel(), K, seed=2).to(dtype)
+    dy = normal(experts.numel(), N, seed=3).to(dtype)
+    grouped, entered = adapted(masters, a, b, firsts), x.clone().requires_grad_()
+    y = adapted_grouped_linear(entered, grouped, groups, "train", by_token)
+    y.backward(dy)
+    dx = torch.zeros(experts.numel(), K, dtype=dtype)
+    for expert, rows in groups.rows():
+        own = [i for i, at in enumerate(firsts) if expert * N <= at < (expert + 1) * N]
+        matrix = masters[expert * N : (expert + 1) * N]
+        dense = layer(plan, matrix)
+        dense.weight.requires_grad_(False)
+        if own:
+            of_a, of_b = (slice(own[0] * w, (own[-1] + 1) * w) for w in (8, half))
+            at = [firsts[i] - expert * N for i in own]
+            dense = adapted(matrix, a[of_a], b[of_b], at)
+        values = (x[groups.tokens[rows].long()] if by_token else x[rows]).requires_grad_()
+        whole = dense(values, "train")
+        whole.backward(dy[rows])
+        dx[rows] = values.grad
+        same = torch.equal if preset != "fp32" else torch.allclose  # the library's sums
+        assert same(y[rows], whole)
+        if own:
+            assert same(grouped.adapter.a.grad[of_a], dense.adapter.a.grad)
+            assert same(grouped.adapter.b.grad[of_b], dense.adapter.b.grad)
+    expected = sum_slots(dx, groups) if by_token else dx
+    assert torch.equal(entered.grad, expected) or preset == "fp32"
+    assert (entered.grad - expected).norm() <= 1e-5 * expected.norm()

@@ -6,7 +6,8 @@ are stacked like the weights (`precision.adapter`): the master weights for `laye
 
 Targets are as in PEFT: `all-linear`; a list of names, each of which selects the stored linear
 layers that have this name, or whose name ends with a dot and this name; or a regular expression
-that matches the whole name of a layer, with or without the prefix `model.`.
+that matches the whole name of a layer, with or without the prefix `model.`. Experts are selected
+only by their names (gate_proj, up_proj, down_proj), not by `all-linear`.
 
 A new adapter does not change the model: A is uniform in +-1 / sqrt(K), as in PEFT, and B is zero.
 A draw depends only on the run's seed and the name of the stored layer.
@@ -93,7 +94,9 @@ def adapted_parts(
 
     Raises UserError, with `key` in front, for targets that match no layer.
     """
-    linears = {x: parts for x, parts in linear_layers(config).items() if _takes_lora(config, x)}
+    linears = linear_layers(config)
+    if targets in (ALL_LINEAR, (ALL_LINEAR,)):
+        return {layer: parts for layer, parts in linears.items() if not _by_name(config, layer)}
     chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
     adapted = {
         layer: tuple(part for part in parts if part.module in chosen)
@@ -102,20 +105,17 @@ def adapted_parts(
     return {layer: parts for layer, parts in adapted.items() if parts}
 
 
-def _takes_lora(config: ModelConfig, name: str) -> bool:
-    """Return whether a linear layer may have an adapter: experts have none."""
-    _, number, module = name.split(".")
-    layer = config.layers[int(number)]
-    half = layer.mixer if module in layer.mixer.linears else layer.block
-    return half.adaptable is None or module in half.adaptable
+def _by_name(config: ModelConfig, layer: str) -> bool:
+    """Return whether targets select a linear layer only by name, as those of experts."""
+    _, number, module = layer.split(".")
+    shape = config.layers[int(number)]
+    return any(module in half.by_name for half in (shape.mixer, shape.block))
 
 
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
-    """Return the names that targets select."""
-    if targets in (ALL_LINEAR, (ALL_LINEAR,)):
-        return set(names)
+    """Return the names that targets select; they are not all-linear."""
     last = sorted({name.rpartition(".")[2] for name in names})
-    known = f"matches no linear layer; the model's are called {', '.join(last)} (without experts)"
+    known = f"matches no linear layer; the model's are called {', '.join(last)}"
     if isinstance(targets, str):
         short = {name.removeprefix("model."): name for name in names}
         chosen = {short.get(name, name) for name in matching([targets], [*names, *short], key)}

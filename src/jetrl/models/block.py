@@ -46,8 +46,8 @@ class LayerHalf(Stored, ABC, extra="ignore"):
     linears: ClassVar[tuple[str, ...]]
     """The linear layers in the order of the forward pass; the last writes the residual stream."""
 
-    adaptable: ClassVar[tuple[str, ...] | None] = None
-    """The linear layers that LoRA may train; None: all."""
+    by_name: ClassVar[tuple[str, ...]] = ()
+    """The linear layers that `adapter.targets` selects only by their names, not as all-linear."""
 
     @classmethod
     def tiny(cls) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from jetrl.kernels.swiglu import swiglu
 from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.weights import Weights
-from jetrl.precision.experts import combine, grouped_linear
+from jetrl.precision.adapter_experts import adapted_grouped_linear
+from jetrl.precision.experts import combine
 from jetrl.precision.formats import Format
 from jetrl.precision.groups import Groups
 from jetrl.precision.plan import Side
@@ -76,11 +77,11 @@ class ExpertsBlock(nn.Module):
         tell(trace, "experts", chosen)
         tell(trace, "shares", shares)
         groups = Groups.of(chosen, self.shape.num_experts)
-        gates = grouped_linear(normed, self.gate_up, groups, side, by_token=True)
+        gates = adapted_grouped_linear(normed, self.gate_up, groups, side, by_token=True)
         _tell_slots(trace, "gate_up", gates, groups)
         gated = swiglu(gates)
         _tell_slots(trace, "swiglu", gated, groups)
-        outputs = grouped_linear(gated, self.down, groups, side)
+        outputs = adapted_grouped_linear(gated, self.down, groups, side)
         _tell_slots(trace, "down", outputs, groups)
         delta = combine(outputs, shares, groups)
         tell(trace, "combined", delta)

@@ -45,7 +45,7 @@ class ExpertsShape(Block):
     """
 
     linears = ("gate_up", "down")
-    adaptable = ()
+    by_name = ("gate_up", "down")
     num_experts: Annotated[
         _Count,
         Field(

@@ -6,7 +6,9 @@ so that a table of kernels can name the type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,9 @@ class AdapterWeight:
     ) -> None:
         assert tuple(a.shape) == shape.a_shape, f"{name}: A is {list(a.shape)}"
         assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
-        self.name, self.a, self.b, self.shape = name, a, b, shape
+        self.name, self.shape = name, shape
+        self.a: Tensor = a
+        self.b: Tensor = b
         self.in_fp32 = dtype == torch.float32
         rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank
         kept = 0 if self.in_fp32 else 1
@@ -88,6 +92,27 @@ class AdapterWeight:
 
     def b_parts(self) -> tuple[Tensor, ...]:
         return self.b.split([count for _, count in self.shape.parts])
+
+    def of_rows(self, first: int, end: int) -> AdapterWeight | None:
+        """Return the parts that begin in some rows of y, as views; None if there are none.
+
+        Its rows of y are counted from `first`.
+        """
+        shape, rank = self.shape, self.shape.rank
+        own = [i for i, (at, _) in enumerate(shape.parts) if first <= at < end]
+        if not own:
+            return None
+        starts = [0, *itertools.accumulate(count for _, count in shape.parts)]
+        parts = tuple((at - first, count) for at, count in shape.parts[own[0] : own[-1] + 1])
+        part = copy.copy(self)
+        part.shape = replace(shape, num_rows=end - first, parts=parts)
+        part.a = self.a[own[0] * rank : (own[-1] + 1) * rank]
+        part.b = self.b[starts[own[0]] : starts[own[-1] + 1]]
+        padded = shape.padded_rank
+        part.down = self.down[own[0] * padded : (own[-1] + 1) * padded]
+        part.up = self.up[first:end]
+        part.columns = _columns(part.shape).to(self.a.device)
+        return part
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that forwards read."""

@@ -76,6 +76,7 @@ def _measured(routes: Sequence[Routes], share: float) -> tuple[dict[str, Tensor]
         entropy = router_entropy(layer.logits, layer.rule)
         entropies.append(divided(total(entropy), len(entropy)).float())
     loads, count = torch.stack(highest), len(highest)
+    # Layers count alike; micro-batches by their trained tokens.
     means = {
         "experts/load": divided(total(loads), count) * share,
         "experts/router_entropy": divided(total(torch.stack(entropies)), count) * share,
