@@ -22,7 +22,7 @@ from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.adapter_experts import adapted_grouped_linear
-from jetrl.precision.experts import combine
+from jetrl.precision.experts import combine, group_rows
 from jetrl.precision.formats import Format
 from jetrl.precision.groups import Groups
 from jetrl.precision.plan import Side
@@ -41,7 +41,9 @@ class Routes:
 class ExpertsBlock(nn.Module):
     """The second half of a decoder layer: a norm, a router, and the experts that it chooses."""
 
-    self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {
+        "routing": lambda logits: route(logits, RoutingRule(8))[1]
+    }
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class ExpertsBlock(nn.Module):
             self.observer(Routes(logits, chosen, self.shape.rule))
         tell(trace, "experts", chosen)
         tell(trace, "shares", shares)
-        groups = Groups.of(chosen, self.shape.num_experts)
+        groups = group_rows(chosen, self.shape.num_experts)
         gates = adapted_grouped_linear(normed, self.gate_up, groups, side, by_token=True)
         _tell_slots(trace, "gate_up", gates, groups)
         gated = swiglu(gates)

@@ -128,7 +128,7 @@ class AdapterSettings(Section):
     """scale by alpha / sqrt(rank) instead. Default: from adapter.path, or false"""
     targets: tuple[str, ...] | str | None = None
     """target linear layers, by PEFT names or one regular expression. Default: from adapter.path, or
-    all-linear (every linear layer of the decoder)"""
+    all-linear (every linear layer of the decoder but those of experts)"""
     train_embeddings: bool = False
     """also train the full embedding"""
     train_norms: bool = False

@@ -1,0 +1,66 @@
+"""Mixtures of experts on a GPU under `integer`: sampler and trainer agree, with a CPU's bits.
+
+A GPU refuses experts (`Backend.experts`) until these tests have passed on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from linears import gradients
+from small_models import config, make_policy
+
+from jetrl import Policy
+from jetrl.precision.backend import Backend, has_kernels, selected_backend
+from jetrl.session.parity import locate, measure, random_prompts
+
+pytestmark = pytest.mark.gpu
+EXPERTS: dict[str, Any] = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
+QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS | QWEN3,
+    "with dense layers": EXPERTS | QWEN3 | {"mlp_only_layers": [0]},
+}
+
+
+@pytest.fixture(params=["hopper", "triton"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Backend, "check_experts", lambda self: None)
+    with selected_backend(request.param, defined=True):
+        yield
+
+
+def policy(family: str, device: str = "cuda") -> Policy:
+    return make_policy(config("qwen3", **FAMILIES[family]), "integer", device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_the_trainers(family: str) -> None:
+    p = policy(family)
+    prompts = random_prompts(p, 12, 80, seed=2)
+    result = measure(p, prompts=prompts, samples=3, max_tokens=80, temperature=0.8)
+    where = locate(p, *result.first_different) if result.first_different else None
+    assert (result.different, where) == (0, None)
+    assert result.tokens == 12 * 3 * 80
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(family: str) -> None:
+    on_gpu, on_cpu = policy(family), policy(family, "cpu")
+    assert has_kernels(on_gpu.device)
+    g = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (200, 130, 7, 300)]
+    for ours, theirs in zip(on_gpu.logprobs(sequences), on_cpu.logprobs(sequences), strict=True):
+        assert torch.equal(ours.detach().cpu(), theirs.detach())
+    found, true = gradients(on_gpu), gradients(on_cpu)
+    assert found.keys() == true.keys()
+    different = {name: int((found[name] != true[name]).sum()) for name in true}
+    assert {name: count for name, count in different.items() if count} == {}
