@@ -78,6 +78,8 @@ def test_names_of_both_versions_of_transformers() -> None:
         ({"n_group": 8}, "n_group = 8: should be 1 or None"),
         ({"topk_group": 4}, "topk_group = 4"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+        ({"model_type": "qwen2_moe"}, "shared_expert_intermediate_size is missing"),
+        ({"n_shared_experts": 1}, "n_shared_experts = 1"),
         ({"model_type": "olmoe", "head_dim": 32}, "2 heads of 32 are not hidden_size = 128"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
@@ -113,7 +115,7 @@ def test_a_base_in_nvfp4_and_gpus_without_kernels_are_refused(monkeypatch: Any) 
         check_device(ModelConfig.from_hf(raw), PrecisionPlan.preset("jet"), torch.device("cuda"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
 @pytest.mark.parametrize("preset", ["bf16", "jet", "unified", "int8", "integer"])
 def test_sampler_and_trainer_have_the_same_bits(family: str, preset: str, tmp_path: Path) -> None:
     policy = Policy.from_pretrained(tiny(tmp_path / "model", family), preset)
@@ -277,3 +279,14 @@ def test_adapters_of_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
         UserError, match=r"target_parameters = \['mlp.experts.gate_up_proj'\] is not"
     ):
         read_lora(tmp_path, config)
+
+
+def test_a_shared_expert_is_an_ordinary_linear_layer(tmp_path: Path) -> None:
+    config, weights = read_model(tiny(tmp_path / "model", "qwen2_moe"))
+    linears = linear_layers(config)
+    assert "layers.0.shared_gate" not in linears
+    names = [part.name for part in linears["layers.0.shared_gate_up"]]
+    assert names[0] == "model.layers.0.mlp.shared_expert.gate_proj.weight"
+    assert weights["layers.1.shared_gate.weight"].shape == (1, 128)
+    adapted = {layer.split(".")[2] for layer in LoRA(8, 16.0).shapes(config)}
+    assert adapted == {"qkv", "o", "shared_gate_up", "shared_down"}

@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-experts": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
     "qwen3-sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [2], **EXPERTS}),
     "olmoe": ("olmoe", {**EXPERTS, **NO_PAD}),
+    "qwen2-experts": ("qwen2_moe", {"shared_expert_intermediate_size": 80, **EXPERTS}),
 }
 
 
@@ -90,7 +91,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts", "olmoe", "qwen2-experts"])
 def test_gradients_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path / "model")
     policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
@@ -111,6 +112,10 @@ def test_gradients_agree_with_transformers(name: str, tmp_path: Path) -> None:
     if name != "qwen3":
         fused = ("gate_up", "experts.gate_up_proj"), ("down", "experts.down_proj")
         block = {"router": "gate.weight", **dict(fused)}
+    if name == "qwen2-experts":
+        del pairs["layers.0.q_norm.weight"]
+        block |= {"shared_gate": "shared_expert_gate.weight"}
+        block |= {"shared_down": "shared_expert.down_proj.weight"}
     pairs |= {f"layers.2.{n}.weight": f"model.layers.2.mlp.{other}" for n, other in block.items()}
     for name, other in pairs.items():
         expected = theirs[other].grad.reshape(ours[name].shape)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter_experts import adapted_grouped_linear
 from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
-from jetrl.precision.experts import combine, grouped_linear, sum_slots
+from jetrl.precision.experts import add_shared, combine, grouped_linear, sum_slots
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.groups import Groups
 from jetrl.precision.linear import Linear
@@ -122,7 +122,7 @@ def test_slots_are_added_in_order() -> None:
             true = float(dout[token].double() @ y.detach()[place].double())
             # Each term is on a grid of 2**-30 of the largest; the sum is rounded to 24 bits.
             bound = 2.0**-24 * abs(true) + 7 * 2.0**-30 * float(
-                (dout[token] * y[place]).abs().max()
+                (dout[token] * y.detach()[place]).abs().max()
             )
             assert abs(float(weights.grad[token, slot]) - true) <= bound
 
@@ -176,3 +176,22 @@ def test_adapters_of_experts_have_the_dense_bits(preset: str, by_token: bool) ->
     expected = sum_slots(dx, groups) if by_token else dx
     assert torch.equal(entered.grad, expected) or preset == "fp32"
     assert (entered.grad - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_shared_expert_is_added_behind_its_gate() -> None:
+    y, shared = (normal(33, 70, seed=i).bfloat16().requires_grad_() for i in (7, 8))
+    gate, dout = normal(33, 1, seed=9).bfloat16().requires_grad_(), normal(33, 70).bfloat16()
+    out = add_shared(y, shared, gate)
+    out.backward(dout)
+    wide = [x.detach().double().requires_grad_() for x in (y, shared, gate)]
+    true = wide[0] + wide[2].sigmoid() * wide[1]
+    true.backward(dout.double())
+    # One rounding to BF16 each, and a few in float32.
+    for found, expected in [
+        (out, true),
+        *((x.grad, w.grad) for x, w in zip((shared, gate), wide[1:], strict=True)),
+    ]:
+        assert bool(
+            ((found - expected).abs() <= (2.0**-8 + 2.0**-20) * expected.abs() + 1e-5).all()
+        )
+    assert torch.equal(y.grad, dout)

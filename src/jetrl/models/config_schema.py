@@ -88,7 +88,6 @@ class HfConfig(Named):
     capacity_factor: Off = None
     moe_capacity_factor: Off = None
     drop_tokens: Off = None
-    shared_expert_intermediate_size: NoShared = None
     n_shared_experts: NoShared = None
     n_group: OneGroup = None
     topk_group: OneGroup = None

@@ -32,7 +32,7 @@ from jetrl.models.attention import Attention, KeyValues, WideNormedAttention
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.experts import ExpertsBlock
-from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
+from jetrl.models.experts_shape import OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused
@@ -53,6 +53,7 @@ MIXERS: dict[type[Mixer], Any] = {AttentionShape: Attention, WideNormAttention: 
 BLOCKS: dict[type[Block], Any] = {
     DenseShape: DenseBlock,
     Qwen3Experts: ExpertsBlock,
+    Qwen2Experts: ExpertsBlock,
     OlmoeExperts: ExpertsBlock,
 }
 

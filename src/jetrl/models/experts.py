@@ -22,9 +22,10 @@ from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.adapter_experts import adapted_grouped_linear
-from jetrl.precision.experts import combine, group_rows
+from jetrl.precision.experts import add_shared, combine, group_rows
 from jetrl.precision.formats import Format
 from jetrl.precision.groups import Groups
+from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 from jetrl.precision.router import router_logits
 
@@ -63,6 +64,11 @@ class ExpertsBlock(nn.Module):
         self.router = weights.linear(f"{name}.router", weights.rest)
         self.gate_up = weights.linear(f"{name}.gate_up", formats)
         self.down = weights.linear(f"{name}.down", formats)
+        self.shared_gate: Linear | None = None
+        if shape.shared_width:
+            self.shared_gate = weights.linear(f"{name}.shared_gate", weights.rest)
+            self.shared_gate_up = weights.linear(f"{name}.shared_gate_up", formats)
+            self.shared_down = weights.linear(f"{name}.shared_down", formats)
 
     def forward(
         self, x: Tensor, delta: Tensor, side: Side, trace: Trace | None
@@ -86,6 +92,12 @@ class ExpertsBlock(nn.Module):
         outputs = adapted_grouped_linear(gated, self.down, groups, side)
         _tell_slots(trace, "down", outputs, groups)
         delta = combine(outputs, shares, groups)
+        if self.shared_gate is not None:
+            gate = router_logits(normed, self.shared_gate, side)
+            tell(trace, "shared_gate", gate)
+            shared = self.shared_down(swiglu(self.shared_gate_up(normed, side)), side)
+            tell(trace, "shared_down", shared)
+            delta = add_shared(delta, shared, gate)
         tell(trace, "combined", delta)
         return x, delta
 

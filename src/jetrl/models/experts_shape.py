@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -44,7 +44,7 @@ class ExpertsShape(Block):
             `train.router_aux_loss` sets the one of a run.
     """
 
-    linears = ("gate_up", "down")
+    linears: ClassVar[tuple[str, ...]] = ("gate_up", "down")
     by_name = ("gate_up", "down")
     num_experts: Annotated[
         _Count,
@@ -55,6 +55,7 @@ class ExpertsShape(Block):
         ),
     ]
     num_experts_per_tok: Annotated[_Count, Field(description="experts per token", examples=[2])]
+    shared_expert_intermediate_size: Literal[0, None] = None
     norm_topk_prob: bool = False
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
 
@@ -71,6 +72,11 @@ class ExpertsShape(Block):
     @abstractmethod
     def width(self) -> int:
         """F, the inner size of an expert."""
+
+    @property
+    def shared_width(self) -> int:
+        """The inner size of the expert that all tokens share; 0 without one."""
+        return 0
 
     @property
     def rule(self) -> RoutingRule:
@@ -125,12 +131,14 @@ class ExpertsShape(Block):
     def kept_values(self, hidden: int, inputs: bool) -> int:
         # Per slot: gate_up's output, SwiGLU's and down's; the norm's output; scores in float32.
         entered = 0 if inputs else hidden
+        entered += 3 * self.shared_width + (hidden if self.shared_width else 0)
         slots = self.num_experts_per_tok * (3 * self.width + hidden + 4)
         return slots + entered + 2 * self.num_experts
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
         slots = self.num_experts_per_tok * (3 * self.width + 2 * hidden + 4)
-        return 5 * hidden + slots + 4 * self.num_experts
+        shared = 3 * self.shared_width + (2 * hidden if self.shared_width else 0)
+        return 5 * hidden + slots + shared + 4 * self.num_experts
 
     def backward_bytes(
         self, hidden: int, tokens: int, format: Format, first: bool, group: int
@@ -145,7 +153,8 @@ class ExpertsShape(Block):
         """Return the bytes of gradients per slot in BF16, and of their codes."""
         codes = self.width * 2 + hidden if format.coded else 0
         per_slot = 2 * (2 * hidden + 3 * self.width) + codes
-        return tokens * (self.num_experts_per_tok * per_slot + 8 * hidden)
+        shared = 6 * self.shared_width + (4 * hidden if self.shared_width else 0)
+        return tokens * (self.num_experts_per_tok * per_slot + 8 * hidden + shared)
 
     def _product_bytes(self, hidden: int, first: bool) -> int:
         """Return the bytes of dW of gate_up, in BF16 and, if it becomes the sum, in FP32."""
@@ -171,6 +180,35 @@ class Qwen3Experts(ExpertsShape):
         if dense or (index + 1) % self.decoder_sparse_step:
             return DenseShape(intermediate_size=self.intermediate_size)
         return self
+
+
+class Qwen2Experts(Qwen3Experts):
+    """Experts of qwen2_moe: in addition, one that all tokens share, scaled by a sigmoid gate."""
+
+    linears = ("gate_up", "down", "shared_gate_up", "shared_down")
+
+    shared_expert_intermediate_size: Annotated[  # type: ignore[assignment]  # a size here
+        _Width, Field(description="inner channels of the shared expert", examples=[128])
+    ]
+
+    @property
+    def shared_width(self) -> int:
+        return int(self.shared_expert_intermediate_size)
+
+    def parameter_shapes(self, hidden: int) -> Shapes:
+        return super().parameter_shapes(hidden) | {
+            "shared_gate.weight": (1, hidden),
+            "shared_gate_up.weight": (2 * self.shared_width, hidden),
+            "shared_down.weight": (hidden, self.shared_width),
+        }
+
+    def stored_names(self, fused: bool) -> Names:
+        shared = "mlp.shared_expert"
+        return super().stored_names(fused) | {
+            "shared_gate": ("mlp.shared_expert_gate",),
+            "shared_gate_up": (f"{shared}.gate_proj", f"{shared}.up_proj"),
+            "shared_down": (f"{shared}.down_proj",),
+        }
 
 
 class OlmoeExperts(ExpertsShape):

@@ -32,7 +32,7 @@ from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
 from jetrl.models.block import Block, DenseShape, LayerHalf, Shapes
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
-from jetrl.models.experts_shape import OlmoeExperts, Qwen3Experts
+from jetrl.models.experts_shape import OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope
 
@@ -75,6 +75,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3ForCausalLM"),
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", Qwen3Experts, qk_norm=True),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", Qwen2Experts, qkv_bias=True),
     "olmoe": Family("OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True),
 }
 Head = Literal["lm", "score"]

@@ -22,6 +22,12 @@ gradients of a token's slots are added in the order of slots, in float32, and ro
     dy[place]     = w[t, s] * dout[t]                                      rounded to the dtype of y
     dw[t, s]      = float32(exact_sum(dout[t] * y[places[t, s]]))
 
+An expert that all tokens share has outputs z, added behind a gate of one logit l per token:
+
+    out[t]        = y[t] + sigmoid(l[t]) * z[t]                            rounded once
+    dz[t]         = sigmoid(l[t]) * dout[t]                                rounded to the dtype of z
+    dl[t]         = float32(exact_sum(dout[t] * z[t])) * (sigmoid(l[t]) * (1 - sigmoid(l[t])))
+
 The references are loops over experts with the dense operations. Plans that are defined for every
 machine have kernels, of INT8 products (`precision.triton.grouped_int8`).
 
@@ -37,7 +43,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.exact import exact_sum
+from jetrl.precision.exact import exact_sum, sigmoid
 from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul
 from jetrl.precision.gradients import Gradients, matmul_product
@@ -269,3 +275,29 @@ class _Combine(torch.autograd.Function):
             dy[rows] = (weights[:, slot, None] * dout).to(y.dtype)
             dweights[:, slot] = exact_sum(dout * y[rows].float()).float()
         return dy, dweights, None
+
+
+def add_shared(y: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+    """Return y + sigmoid(gate) * shared, all [T, N] but the logits `gate` [T, 1]; differentiable.
+
+    The sum is rounded once, to the dtype of y.
+    """
+    out: Tensor = _AddShared.apply(y, shared, gate)
+    return out
+
+
+class _AddShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+        factor = sigmoid(gate.float())
+        ctx.save_for_backward(shared, factor)
+        ctx.dtype = gate.dtype
+        return (y.float() + factor * shared.float()).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared, factor = ctx.saved_tensors
+        dout = grads[0].float()
+        sums = exact_sum(dout * shared.float()).float()[:, None]
+        dgate = sums * (factor * (1.0 - factor))
+        return grads[0], (factor * dout).to(shared.dtype), dgate.to(ctx.dtype)
