@@ -51,6 +51,13 @@ digest() { # RUN OPTIONS...
     done
 }
 
+# KL and gradients next to FP32, by the rule of benchmarks/plan_error.py; with the parts of `integer`.
+error() { # DIRECTORY FILE
+    "$python" -m benchmarks.plan_error "$1" --length 256 --tokens 20480 --gradients 40 \
+        --text data/gsm8k/train.jsonl --text docs/precision.md --row "int8 grad_output=int8" \
+        --row integer --row "int8 grad_output=int8 lm_head=int8x2" --row bf16 --out "$out/$2.json"
+}
+
 # A step of the plans that are named, and of `integer` on each backend.
 step() { # FILE OPTIONS...
     file=$1
@@ -73,6 +80,11 @@ bits-qwen3-8b)
 # 90 s.
 drafts-smollm2-135m|drafts-qwen2.5-0.5b|drafts-qwen3-0.6b|drafts-qwen3-1.7b|drafts-qwen3-8b)
     drafts "${1#drafts-}" --case 8x8x128x256 ;;
+# The error of `integer` next to that of `int8` on build/smollm2 and build/qwen2.5-0.5b; 120 and 240 s.
+error-smollm2)
+    error build/smollm2 plan_error_integer_smollm2 ;;
+error-qwen2.5)
+    error build/qwen2.5-0.5b plan_error_integer_qwen2.5 ;;
 # Three steps of SmolLM2, made as docs/smollm2.md says; 60 s a backend.
 digest-smollm2)
     digest smollm2 --leg cuda ;;
