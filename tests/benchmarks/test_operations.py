@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.command import OPERATIONS
 from tests.kernels.interpreted import interpreted
 
-from benchmarks import head, operations, products
+from benchmarks import experts, head, operations, products
 from jetrl.errors import UserError
 
 
@@ -46,6 +47,19 @@ def test_a_head_has_a_row_per_operation(tmp_path: Path) -> None:
     assert [row["operation"] for row in rows] == names * 2
     assert all(row["of_bf16_time"] > 0 for row in rows if row["operation"] != "X")
     assert head.different(argparse.Namespace(device="cpu")) == 0
+
+
+def test_experts_have_a_row_per_product_and_layer(tmp_path: Path) -> None:
+    tiny = ["--shape", "tiny", "--device", "cpu", "--rows", "128", "3"]
+    experts.main([*tiny, "--out", f"{tmp_path}/rows.json"])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found["command"] == f"jetrl bench experts {' '.join(tiny)}"
+    names = [(row["layer"], row["operation"]) for row in found["rows"]]
+    products = itertools.product(("gate_up", "down"), ("fprop", "dgrad", "wgrad"))
+    assert names == [*products, ("both", "forward"), ("both", "both")] * 2
+    assert [row["tokens"] for row in found["rows"]] == [256] * 8 + [6] * 8
+    with pytest.raises(UserError, match="--tiles"):
+        experts.main([*tiny, "--tiles"])
 
 
 def test_attention_is_timed_with_portable_kernels_in_the_interpreter() -> None:

@@ -40,7 +40,7 @@ CASES = {
     "random": Case(11, 2, 3, 70, 128),
     "one row": Case(1, 1, 3, 40, 64),
     "one expert": Case(150, 1, 4, 33, 64, slice(2, 3)),
-    "experts without rows": Case(19, 1, 5, 130, 64, slice(1, None, 2)),
+    "experts without rows": Case(19, 1, 5, 66, 64, slice(1, None, 2)),
 }
 TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
 

@@ -14,8 +14,9 @@ import expert_cases
 import numpy as np
 import torch
 
+from benchmarks import experts as bench
 from jetrl.precision import experts
-from jetrl.precision.triton import operations
+from jetrl.precision.triton import defined
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -24,10 +25,15 @@ if __name__ == "__main__":
     for name, case in expert_cases.CASES.items():
         compared = expert_cases.compare(case, torch.device("cpu"))
         found |= {f"{name}: {result}": count for result, count in compared.items()}
-    case = expert_cases.Case(7, 2, 3, 64, 64)
+    case = expert_cases.Case(5, 1, 2, 64, 64)
     wanted = expert_cases.layer_results(case, torch.device("cpu"))
+    sizes = bench.SIZES["tiny"]
+    load = bench.Load.of(sizes, 5, "cpu")
+    groups, linear = experts.group_rows(load.chosen, 4), bench.Layer(sizes, "cpu").gate_up
+    tiles = [call() for call in bench.tile_calls(linear, groups, load.x, True).values()]
+    found |= {f"tile {i}": expert_cases.different(one, tiles[0]) for i, one in enumerate(tiles)}
     # As on a GPU, but for codes of rows and turned weights, whose kernels are not interpreted.
-    experts.arithmetic_of = lambda _: operations
+    experts.arithmetic_of = lambda _: defined
     made = expert_cases.layer_results(case, torch.device("cpu"))
     found |= {f"layer: {k}": expert_cases.different(made[k], wanted[k]) for k in wanted}
     print(json.dumps(found))

@@ -32,7 +32,6 @@ from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
     Tile,
-    load_codes,
     memory_class,
     place,
     pointers,
@@ -113,6 +112,15 @@ def _rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def _load_codes(places, left, EVEN: tl.constexpr):
+    """Load codes [L, DEPTH], zeros past `left` columns."""
+    if EVEN:
+        return tl.load(places)
+    inside = tl.arange(0, places.shape[1]) < left
+    return tl.load(places, mask=inside[None, :], other=0)
+
+
+@triton.jit
 def _product_kernel(
     x_ptr,
     w_ptr,
@@ -152,8 +160,8 @@ def _product_kernel(
     b = pointers(w_ptr, lines, along, K)
     sums = tl.zeros((ROWS, COLUMNS), tl.int32)
     for k in range(0, K, DEPTH):
-        x = load_codes(a, rows >= 0, K - k, EVEN)
-        w = load_codes(b, columns >= 0, K - k, EVEN)
+        x = _load_codes(a, K - k, EVEN)
+        w = _load_codes(b, K - k, EVEN)
         sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH

@@ -1,0 +1,314 @@
+"""Products and whole layers of experts under `integer`, against torch's BF16 and DeepGEMM's FP8.
+
+    jetrl bench experts [--shape qwen3-30b-a3b] [--rows 1024 128 8 1] [--out FILE]
+    jetrl bench experts --tiles --rows 1024   # times other tiles of FProp as well
+
+With 128 rows per expert or more, all experts have the same number of rows; with fewer, tokens
+choose at random, as in decode. Operands of `fprop` are ready. `dgrad` quantizes dY and transposes
+the weight; `wgrad` quantizes both operands along rows and adds to an FP32 sum. BF16 products read
+rows that are sorted already. `forward` and `both` are layers from routes on: sort, both products,
+SwiGLU, combination; `both` includes the backward. `of_floor` compares with reading the matrices of
+experts that have rows at the bandwidth of a copy. DeepGEMM, if it is installed, has whole groups of
+128 rows only. Kernels are compared with the references first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.harness import Row, begins, bench_parser, command_typed, print_table, write_results
+from benchmarks.timing import copy_bandwidth, seconds_eager, seconds_in_turn, seconds_per_call
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, silu
+
+from jetrl.errors import MismatchError, UserError
+from jetrl.kernels.swiglu import swiglu
+from jetrl.memory.out_of_memory import release
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import has_kernels, selected_backend
+from jetrl.precision.experts import (
+    GroupedWeight,
+    combine,
+    group_rows,
+    grouped_dgrad,
+    grouped_fprop,
+    grouped_linear,
+    grouped_wgrad,
+)
+from jetrl.precision.gradients import Gradients
+from jetrl.precision.groups import Groups
+from jetrl.precision.int8 import int8_rows
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantized_weight import QuantizedWeight
+
+Call = Callable[[], Any]
+
+
+class Sizes(NamedTuple):
+    """The experts of a model's layer, experts per token, hidden size and width of an expert."""
+
+    experts: int
+    slots: int
+    hidden: int
+    width: int
+
+
+SIZES = {
+    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768),
+    "olmoe-1b-7b": Sizes(64, 8, 2048, 1024),
+    "tiny": Sizes(4, 2, 128, 64),  # to try the benchmark out on a CPU
+}
+_EQUAL = 128  # rows per expert, from which on all experts have the same number
+# Rows, columns, depth, warps and stages.
+_TILES: tuple[tuple[int, int, int, int, int], ...] = (
+    *((128, 256, 128, 8, 3), (128, 256, 64, 8, 4), (128, 128, 128, 8, 3), (128, 128, 128, 4, 3)),
+    *((64, 256, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 128, 4, 4), (64, 64, 256, 4, 3)),
+    *((32, 128, 128, 4, 4), (32, 64, 256, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4)),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens with their routes: experts int64 and weights float32, [T, k]."""
+
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def of(sizes: Sizes, rows: int, device: str) -> Load:
+        """Return a load with a mean number of rows per expert."""
+        tokens = max(1, rows * sizes.experts // sizes.slots)
+        if rows >= _EQUAL:
+            slots = torch.arange(tokens * sizes.slots, device=device)
+            chosen = (slots % sizes.experts).view(tokens, sizes.slots)
+        else:
+            scores = torch.rand(tokens, sizes.experts, device=device)
+            chosen = scores.topk(sizes.slots).indices
+        weights = torch.rand(tokens, sizes.slots, device=device)
+        x = torch.randn(tokens, sizes.hidden, device=device).bfloat16()
+        return Load(x, chosen, weights)
+
+
+class Layer:
+    """Stacked matrices of a layer under `integer`, and copies in BF16 [E, N, K]."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.sizes, self.plan = sizes, PrecisionPlan.preset("integer")
+        self.gate_up = self._linear(2 * sizes.width, sizes.hidden, device)
+        self.down = self._linear(sizes.hidden, sizes.width, device)
+        self.values = [
+            nn.Parameter(linear.weight.detach().bfloat16().unflatten(0, (sizes.experts, -1)))
+            for linear in (self.gate_up, self.down)
+        ]
+
+    def _linear(self, rows: int, columns: int, device: str) -> Linear:
+        plan = self.plan
+        master = torch.randn(self.sizes.experts * rows, columns, device=device).mul_(columns**-0.5)
+        formats = plan.linear_formats(0, 1)
+        rounding = {side: plan.rounding(side, format) for side, format in formats.items()}
+        weight = QuantizedWeight("experts", nn.Parameter(master), formats, rounding)
+        return Linear(weight, None, plan, torch.bfloat16, Gradients())
+
+    def forward(self, load: Load) -> Tensor:
+        """Return the outputs of tokens, from their routes on."""
+        groups = group_rows(load.chosen, self.sizes.experts)
+        gates = grouped_linear(load.x, self.gate_up, groups, "train", by_token=True)
+        rows = grouped_linear(swiglu(gates), self.down, groups, "train")
+        return combine(rows, load.weights, groups)
+
+    def forward_in_bf16(self, load: Load) -> Tensor:
+        """Return the same in BF16, by torch's operations."""
+        order = load.chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(self.sizes.experts, dtype=torch.int32, device=load.x.device)
+        counts.index_add_(0, load.chosen.flatten(), torch.ones_like(order, dtype=torch.int32))
+        offsets, tokens = counts.cumsum(0).int(), order // self.sizes.slots
+        gate, up = grouped_mm(load.x[tokens], self.values[0].mT, offs=offsets).chunk(2, -1)
+        rows = grouped_mm(silu(gate) * up, self.values[1].mT, offs=offsets)
+        rows = rows * load.weights.flatten()[order][:, None].bfloat16()
+        return torch.zeros_like(load.x).index_add(0, tokens, rows)
+
+    def clear(self) -> None:
+        """Clear the gradients of weights."""
+        for weight in (self.gate_up.weight, self.down.weight, *self.values):
+            weight.grad = None
+
+
+def trained(forward: Callable[[Load], Tensor], load: Load) -> None:
+    """Run forward and backward, with gradients of the tokens, routes and weights."""
+    x, weights = (each.detach().requires_grad_() for each in (load.x, load.weights))
+    out = forward(Load(x, load.chosen, weights))
+    out.backward(load.x)
+
+
+def int8_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
+    """Return the products of a layer's matrices; x is bfloat16 [T, K] if `by_token`, or [R, K]."""
+    plan, weight = linear.plan, linear.operand("train")
+    grouped = GroupedWeight(weight, groups, plan, by_token)
+    dy = torch.randn(len(groups.tokens), grouped.num_outputs, device=x.device).bfloat16()
+    wgrad = partial(grouped_wgrad, dy, x, grouped, linear.weight, linear.gradients)
+    return {
+        "fprop": partial(grouped_fprop, int8_rows(x), grouped),
+        "dgrad": lambda: grouped_dgrad(int8_rows(dy), grouped),
+        "wgrad": wgrad,
+    }
+
+
+def bf16_calls(values: Tensor, groups: Groups, x: Tensor) -> dict[str, Call]:
+    """Return the same products in BF16, of matrices [E, N, K] and sorted rows x [R, K]."""
+    dy = torch.randn(len(x), values.shape[1], device=x.device).bfloat16()
+    return {
+        "fprop": lambda: grouped_mm(x, values.mT, offs=groups.ends),
+        "dgrad": lambda: grouped_mm(dy, values, offs=groups.ends),
+        "wgrad": lambda: grouped_mm(dy.mT, x, offs=groups.ends),
+    }
+
+
+def fp8_call(values: Tensor, groups: Groups, x: Tensor) -> Call | None:
+    """Return FProp in DeepGEMM's FP8, or None if it has no such product here."""
+    experts, n, k = values.shape
+    rows = len(x) // experts
+    if not x.is_cuda or rows % 128 or n % 128 or k % 128:
+        return None
+    try:
+        import deep_gemm
+    except ImportError:
+        return None
+    a = (x.to(torch.float8_e4m3fn), torch.rand(len(x), k // 128, device=x.device))
+    scales = torch.rand(experts, n // 128, k // 128, device=x.device)
+    b = (values.to(torch.float8_e4m3fn), scales)
+    out = torch.empty(len(x), n, dtype=torch.bfloat16, device=x.device)
+    numbers = torch.arange(experts, dtype=torch.int32, device=x.device)
+    owners = numbers.repeat_interleave(rows)
+    return partial(deep_gemm.m_grouped_fp8_gemm_nt_contiguous, a, b, out, owners)
+
+
+def tile_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
+    """Return FProp with other tiles."""
+    from jetrl.precision.triton.grouped_int8 import product
+    from jetrl.precision.triton.portable_int8 import Tile
+
+    codes, weight = int8_rows(x), linear.operand("train")
+    assert isinstance(weight, QTensor), "`integer` has codes"
+    calls: dict[str, Call] = {}
+    for rows, columns, depth, warps, stages in _TILES:
+        tile = Tile(rows, columns, depth, warps, stages)
+        call = partial(product, codes, weight, groups, by_token, torch.bfloat16, tile)
+        calls[f"fprop {rows} x {columns} x {depth}, {warps} warps, {stages} stages"] = call
+    return calls
+
+
+def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:
+    """Yield a row per product."""
+    groups = group_rows(load.chosen, layer.sizes.experts)
+    touched = int((groups.ends.diff(prepend=groups.ends.new_zeros(1)) > 0).sum())
+    by_token = {"gate_up": True, "down": False}
+    for values, (name, of_token) in zip(layer.values, by_token.items(), strict=True):
+        linear: Linear = getattr(layer, name)
+        _, n, k = values.shape
+        rows = torch.randn(len(groups.tokens), k, device=load.x.device).bfloat16()
+        x = load.x if of_token else rows
+        bf16 = {
+            operation: seconds_per_call([call])
+            for operation, call in bf16_calls(values.detach(), groups, rows).items()
+        }
+        calls = int8_calls(linear, groups, x, of_token)
+        if tiles:
+            calls = tile_calls(linear, groups, x, of_token) | calls
+        for operation, call in calls.items():
+            # A sum of gradients is kept, which a graph's memory could not be.
+            timed = seconds_eager if operation == "wgrad" else lambda f: seconds_per_call([f])
+            spent = timed(call)
+            row: Row = {"layer": name, "operation": operation, "experts": touched}
+            row |= _speeds(spent, bf16.get(operation), 2 * len(rows) * n * k)
+            if operation.startswith("fprop") and load.x.is_cuda:
+                row["of_floor"] = round(spent * copy_bandwidth() / (touched * n * k), 2)
+            if operation == "fprop" and (fp8 := fp8_call(values.detach(), groups, rows)):
+                row["fp8_microseconds"] = round(1e6 * seconds_per_call([fp8]), 1)
+            yield row
+        layer.clear()
+
+
+def layer_rows(layer: Layer, load: Load) -> Iterator[Row]:
+    """Yield the rows of whole layers, without and with a backward."""
+    forms = (layer.forward, layer.forward_in_bf16)
+    with torch.no_grad():
+        spent, bf16 = seconds_in_turn([[partial(form, load)] for form in forms])
+    yield {"layer": "both", "operation": "forward"} | _speeds(spent, bf16)
+    spent, bf16 = (seconds_eager(partial(trained, form, load)) for form in forms)
+    yield {"layer": "both", "operation": "both"} | _speeds(spent, bf16)
+    layer.clear()
+
+
+def _speeds(spent: float, bf16: float | None, operations: int = 0) -> Row:
+    row: Row = {"microseconds": round(1e6 * spent, 1)}
+    if operations:
+        row["teraops"] = round(1e-12 * operations / spent, 1)
+    if bf16 is not None:
+        row |= {"bf16_microseconds": round(1e6 * bf16, 1), "times_bf16": round(bf16 / spent, 2)}
+    return row
+
+
+def check(sizes: Sizes, device: str) -> None:
+    """Raise MismatchError if a layer's kernels do not have the bits of the references."""
+    torch.manual_seed(1)
+    layer = Layer(sizes._replace(experts=min(sizes.experts, 16)), device)
+    load = Load.of(layer.sizes, 20, device)
+    found = []
+    for name in ("auto", "reference"):
+        with selected_backend(name, defined=True):
+            trained(layer.forward, load)
+            weights = (layer.gate_up.weight, layer.down.weight)
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            found.append([layer.forward(load).detach(), *gradients])
+        layer.clear()
+    different = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
+    if different:
+        raise MismatchError(f"jetrl bench experts: {different} elements differ; nothing measured")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = bench_parser("experts", __doc__)
+    parser.add_argument("--shape", choices=sorted(SIZES), default="qwen3-30b-a3b")
+    rows_help = "mean rows per expert (default 1024 128 16 8 1)"
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1024, 128, 16, 8, 1], help=rows_help
+    )
+    parser.add_argument("--tiles", action="store_true", help="time other tiles as well, on a GPU")
+    parser.add_argument("--device", default="cuda", help="cpu: to try it out")
+    parser.add_argument("--out", default="build/bench/experts.json", help="JSON file")
+    args = parser.parse_args(argv)
+    if args.tiles and not has_kernels(torch.device(args.device)):
+        raise UserError("jetrl bench experts --tiles: the references on a CPU have no tiles")
+    rows: list[Row] = []
+    with selected_backend(defined=True):
+        for row in _all_rows(args):
+            rows.append(row)
+            command = command_typed("jetrl bench experts", argv)
+            write_results(args.out, "experts", command, rows)
+    print_table(rows)
+
+
+def _all_rows(args: argparse.Namespace) -> Iterator[Row]:
+    sizes = SIZES[args.shape]
+    if has_kernels(torch.device(args.device)):
+        begins("bits")
+        check(sizes, args.device)
+    torch.manual_seed(0)
+    layer = Layer(sizes, args.device)
+    for count in args.rows:
+        begins(f"{args.shape}, {count} rows per expert")
+        load = Load.of(sizes, count, args.device)
+        for row in (*product_rows(layer, load, args.tiles), *layer_rows(layer, load)):
+            yield {"shape": args.shape, "tokens": len(load.x), "rows": count, **row}
+        release()
+
+
+if __name__ == "__main__":
+    main()
