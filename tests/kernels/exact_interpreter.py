@@ -1,4 +1,6 @@
-"""Triton's interpreter with an exact fma (its own rounds the product) and casts of bfloat16.
+"""Triton's interpreter with an exact fma (its own rounds the product), and with bfloat16.
+
+Casts round as on a GPU, and products of bfloat16 have float32 sums in any order.
 
 TRITON_INTERPRET=1 python PROGRAM that imports this module before it launches a kernel
 """
@@ -34,6 +36,13 @@ def _cast(builder: Any, source: Any, dtype: Any) -> Any:
     return _other_cast(builder, source, dtype)
 
 
+def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """Multiply bfloat16 as float32: Triton would multiply its bits."""
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (_cast(builder, operand, tl.float32) for operand in (a, b))
+    return _other_dot(builder, a, b, *rest)
+
+
 def _with_index(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
     # NumPy 2.4 refuses int() of an array of one element.
@@ -42,6 +51,8 @@ def _with_index(tensor: Any, scope: Any) -> None:
 
 _patch = interpreter._patch_lang_tensor
 interpreter.InterpreterBuilder.create_fma = _fma
+_other_dot = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.create_dot = _dot
 _other_cast = interpreter.InterpreterBuilder.cast_impl
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter._patch_lang_tensor = _with_index

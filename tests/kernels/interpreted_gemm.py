@@ -66,6 +66,20 @@ def compare_products() -> dict[str, int]:
             if 1 < m < 100:
                 made = portable_int8.product(a, b, dtype, Tile(16, 32, 64, 4, 2), parts=2)
                 found[f"parts {(m, n, k)} {dtype}"] = different(made, want)
+            made = portable_int8.product(a, b, dtype, portable_int8.TILES["bf16"][16], parts=1)
+            found[f"bf16 {(m, n, k)} {dtype}"] = different(made, want)
+    return found
+
+
+def compare_pieces() -> dict[str, int]:
+    """Compare products by BF16 tensor cores over more than a piece, with the largest sums."""
+    a, b = int8_rows(random(3, 2240)), int8_rows(random(5, 2240, seed=1))
+    a.codes[:2], b.codes[:3] = -127, 127
+    want, found = int8_matmul(a, b, torch.float32), {}
+    for parts in (1, 2):
+        for tile in (portable_int8.TILES["bf16"][size] for size in (16, 64)):
+            made = portable_int8.product(a, b, torch.float32, tile, parts)
+            found[f"pieces {tile} {parts}"] = different(made, want)
     return found
 
 
@@ -121,7 +135,7 @@ def compare_sums() -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = compare_products() | compare_sums()
+    found = compare_products() | compare_pieces() | compare_sums()
     for size in (2**25, 2**15):  # one slab, and several
         int8_planes.SLAB_BYTES = size
         for case in HEADS:

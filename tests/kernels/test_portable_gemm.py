@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.kernels.interpreted import interpreted
 
 
@@ -18,9 +19,28 @@ def test_tables_have_every_size() -> None:
     classes = [portable.rows_class(rows) for rows in (1, 16, 17, 64, 65, 256, 257, 10**6)]
     assert classes == [16, 16, 32, 64, 128, 256, 0, 0]
     for table in (portable.TILES, planes.FPROP):
-        assert [set(tiles) for tiles in table.values()] == [set(classes)] * 2
-        assert set(table) == set(planes.DGRAD) == set(planes.WGRAD) == {"large", "small"}
+        assert all(set(tiles) == set(classes) for tiles in table.values())
+    assert set(portable.TILES) == {"large", "small", "bf16"}
+    assert set(planes.FPROP) == set(planes.DGRAD) == set(planes.WGRAD) == {"large", "small"}
     assert all(planes.BLOCK % tile.depth == 0 for tile in planes.DGRAD.values())
+
+
+@pytest.mark.parametrize(
+    "capability, table",
+    [((8, 0), "small"), ((9, 0), "large"), ((10, 0), "small"), ((10, 3), "bf16")],
+)
+def test_only_gpus_with_few_int8_units_multiply_in_bf16(
+    capability: tuple[int, int], table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for cached in (portable.tiles_of, portable.memory_class):
+        cached.cache_clear()
+    tiles = portable.tiles_of(torch.device("cuda"))
+    for cached in (portable.tiles_of, portable.memory_class):
+        cached.cache_clear()
+    assert tiles is portable.TILES[table]
+    assert {tile.bf16 for tile in tiles.values()} == {table == "bf16"}
 
 
 @pytest.mark.parametrize(

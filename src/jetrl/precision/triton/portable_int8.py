@@ -6,6 +6,10 @@ int32 sums, which a second kernel adds. Integer sums have no order, so tiles and
 bits.
 
 Operands are rows of codes with K contiguous, a multiple of 64. Rows and columns are masked.
+
+GPUs with few INT8 units (`sm_103`) multiply by BF16 tensor cores, with the same sums: codes are
+exact in BF16, and so is the float32 sum of 1,024 products of at most 127**2, below 2**24. Such
+pieces are added as int32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,13 +33,17 @@ OPTIONS = {"enable_fp_fusion": False}
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's rows, columns and values along K at a time, its warps and pipeline stages."""
+    """A program's rows, columns and values along K at a time, its warps and pipeline stages.
+
+    `bf16`: multiply by BF16 tensor cores.
+    """
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    bf16: bool = False
 
 
 # Tiles by the largest number of rows (0: more); the small ones fit in 99 KB of shared memory.
@@ -55,7 +63,16 @@ _SMALL = {
     32: Tile(32, 32, 256, 4, 4),
     16: Tile(16, 32, 256, 4, 4),
 }
-TILES = {"large": _LARGE, "small": _SMALL}
+_BF16 = {
+    0: Tile(128, 128, 64, 8, 3, bf16=True),
+    256: Tile(128, 128, 64, 8, 3, bf16=True),
+    128: Tile(128, 64, 64, 4, 3, bf16=True),
+    64: Tile(64, 64, 128, 4, 4, bf16=True),
+    32: Tile(32, 32, 128, 4, 4, bf16=True),
+    16: Tile(16, 32, 128, 4, 4, bf16=True),
+}
+TILES = {"large": _LARGE, "small": _SMALL, "bf16": _BF16}
+_EXACT_K = tl.constexpr(1024)  # values whose sums of products are exact in float32
 _ROWS = (16, 32, 64, 128, FEW_ROWS)
 _PROGRAMS = 3  # per SM; a split of K makes no more
 _LEAST_K = 1024  # of a part, below which a second kernel takes longer than it saves
@@ -69,6 +86,14 @@ def memory_class(device: torch.device) -> str:
         return "small"
     # Blackwell's INT8 products are those of Ampere in Triton, whose large tiles spill registers.
     return "large" if torch.cuda.get_device_capability(device) == (9, 0) else "small"
+
+
+@functools.cache
+def tiles_of(device: torch.device) -> dict[int, Tile]:
+    """Return the tiles of `int8_matmul` on a GPU."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (10, 3):
+        return TILES["bf16"]
+    return TILES[memory_class(device)]
 
 
 @functools.cache
@@ -143,6 +168,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    BF16: tl.constexpr,
 ):
     """Compute a tile of a @ b^T, a [M, K] and b [N, K]: scaled, or int32 sums of a part of K."""
     m, n = place(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), GROUP)
@@ -153,12 +179,21 @@ def _product_kernel(
     a = pointers(a_ptr, rows, along, K)
     b = pointers(b_ptr, columns, along, K)
     sums = tl.zeros((ROWS, COLUMNS), tl.int32)
+    piece = tl.zeros((ROWS, COLUMNS), tl.float32)  # of `_EXACT_K` values at most, if BF16
     for k in range(first, tl.minimum(first + part, K), DEPTH):
         x = load_codes(a, rows < M, K - k, EVEN)
         w = load_codes(b, columns < N, K - k, EVEN)
-        sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
+        if BF16:
+            piece = tl.dot(x.to(tl.bfloat16), w.to(tl.bfloat16).T, piece)
+            if (k - first) % _EXACT_K == _EXACT_K - DEPTH:
+                sums += piece.to(tl.int32)
+                piece = tl.zeros((ROWS, COLUMNS), tl.float32)
+        else:
+            sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH
+    if BF16:
+        sums += piece.to(tl.int32)
     mask = within(rows, M, columns, N)
     if SPLIT:
         out_ptr += tl.program_id(1) * (M.to(tl.int64) * N)
@@ -192,7 +227,7 @@ def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16)
     """`precision.int8.int8_matmul`, for any number of rows; CUDA graphs can capture it."""
     rows = a.shape[0]
     device = a.codes.device
-    tile = TILES[memory_class(device)][rows_class(rows)]
+    tile = tiles_of(device)[rows_class(rows)]
     if rows > FEW_ROWS:
         return product(a, b, out_dtype, tile, parts=1)
     parts = parts_of(tile, max(rows, 1), b.shape[0], b.shape[1], _processors(device))
@@ -229,6 +264,7 @@ def product(a: QTensor, b: QTensor, out_dtype: torch.dtype, tile: Tile, parts: i
         8,
         k % tile.depth == 0,
         split,
+        tile.bf16,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OPTIONS,
