@@ -68,7 +68,7 @@ def test_many_rows_and_largest_sums() -> None:
 
 
 @pytest.mark.parametrize("m", [8, 100, 256])
-@pytest.mark.parametrize("memory", ["large", "small", "bf16"])
+@pytest.mark.parametrize("memory", ["large", "small", "pieces"])
 def test_tiles_and_parts_change_no_bit(m: int, memory: str) -> None:
     a, b = int8_rows(random(m, 4096)), int8_rows(random(1100, 4096, seed=1))
     expected = product(a, b, torch.bfloat16)
@@ -78,7 +78,7 @@ def test_tiles_and_parts_change_no_bit(m: int, memory: str) -> None:
             check(f"{m} rows, tile of {rows} {memory}, {parts} parts", made, expected)
 
 
-@pytest.mark.parametrize("rows", portable_int8.TILES["bf16"])
+@pytest.mark.parametrize("rows", portable_int8.TILES["pieces"])
 def test_bf16_tensor_cores_have_the_largest_sums(rows: int) -> None:
     """Every code is 127 or -127, so that pieces of K come close to 2**24."""
     a, b = int8_rows(random(300, 16384)), int8_rows(random(200, 16384, seed=1))
@@ -86,7 +86,7 @@ def test_bf16_tensor_cores_have_the_largest_sums(rows: int) -> None:
         codes.copy_(torch.where(codes % 3 == 0, -127, 127))
     a.codes[:100] = -127
     b.codes[:100] = 127
-    tile = portable_int8.TILES["bf16"][rows]
+    tile = portable_int8.TILES["pieces"][rows]
     for parts in (1, 3):
         made = portable_int8.product(a, b, torch.float32, tile, parts)
         check(f"tile of {rows}, {parts} parts", made, product(a, b, torch.float32))

@@ -66,7 +66,7 @@ def compare_products() -> dict[str, int]:
             if 1 < m < 100:
                 made = portable_int8.product(a, b, dtype, Tile(16, 32, 64, 4, 2), parts=2)
                 found[f"parts {(m, n, k)} {dtype}"] = different(made, want)
-            made = portable_int8.product(a, b, dtype, portable_int8.TILES["bf16"][16], parts=1)
+            made = portable_int8.product(a, b, dtype, portable_int8.TILES["pieces"][16], parts=1)
             found[f"bf16 {(m, n, k)} {dtype}"] = different(made, want)
     return found
 
@@ -77,7 +77,7 @@ def compare_pieces() -> dict[str, int]:
     a.codes[:2], b.codes[:3] = -127, 127
     want, found = int8_matmul(a, b, torch.float32), {}
     for parts in (1, 2):
-        for tile in (portable_int8.TILES["bf16"][size] for size in (16, 64)):
+        for tile in (portable_int8.TILES["pieces"][size] for size in (16, 64)):
             made = portable_int8.product(a, b, torch.float32, tile, parts)
             found[f"pieces {tile} {parts}"] = different(made, want)
     return found

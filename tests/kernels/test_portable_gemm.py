@@ -20,14 +20,14 @@ def test_tables_have_every_size() -> None:
     assert classes == [16, 16, 32, 64, 128, 256, 0, 0]
     for table in (portable.TILES, planes.FPROP):
         assert all(set(tiles) == set(classes) for tiles in table.values())
-    assert set(portable.TILES) == {"large", "small", "bf16"}
+    assert set(portable.TILES) == {"large", "small", "pieces"}
     assert set(planes.FPROP) == set(planes.DGRAD) == set(planes.WGRAD) == {"large", "small"}
     assert all(planes.BLOCK % tile.depth == 0 for tile in planes.DGRAD.values())
 
 
 @pytest.mark.parametrize(
     "capability, table",
-    [((8, 0), "small"), ((9, 0), "large"), ((10, 0), "small"), ((10, 3), "bf16")],
+    [((8, 0), "small"), ((9, 0), "large"), ((10, 0), "small"), ((10, 3), "pieces")],
 )
 def test_only_gpus_with_few_int8_units_multiply_in_bf16(
     capability: tuple[int, int], table: str, monkeypatch: pytest.MonkeyPatch
@@ -40,7 +40,7 @@ def test_only_gpus_with_few_int8_units_multiply_in_bf16(
     for cached in (portable.tiles_of, portable.memory_class):
         cached.cache_clear()
     assert tiles is portable.TILES[table]
-    assert {tile.bf16 for tile in tiles.values()} == {table == "bf16"}
+    assert {tile.bf16 for tile in tiles.values()} == {table == "pieces"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ _BF16 = {
     32: Tile(32, 32, 128, 4, 4, bf16=True),
     16: Tile(16, 32, 128, 4, 4, bf16=True),
 }
-TILES = {"large": _LARGE, "small": _SMALL, "bf16": _BF16}
+TILES = {"large": _LARGE, "small": _SMALL, "pieces": _BF16}
 _EXACT_K = tl.constexpr(1024)  # values whose sums of products are exact in float32
 _ROWS = (16, 32, 64, 128, FEW_ROWS)
 _PROGRAMS = 3  # per SM; a split of K makes no more
@@ -92,7 +92,7 @@ def memory_class(device: torch.device) -> str:
 def tiles_of(device: torch.device) -> dict[int, Tile]:
     """Return the tiles of `int8_matmul` on a GPU."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (10, 3):
-        return TILES["bf16"]
+        return TILES["pieces"]
     return TILES[memory_class(device)]
 
 
