@@ -247,6 +247,11 @@ def test_hopper_is_refused_elsewhere(
         device_of(settings(f"device={device}", "backend=hopper"))
 
 
+def test_triton_needs_any_card_from_8_0_on(gpu_of_another_maker: torch.device) -> None:
+    with pytest.raises(UserError, match=r"backend = triton needs an NVIDIA card from 8\.0 on"):
+        device_of(settings("device=cuda", "backend=triton"))
+
+
 def test_a_run_keeps_its_backend_to_itself(hopper: torch.device) -> None:
     with pytest.raises(UserError, match=r"run\.device is cpu"):
         jetrl.train("demo", run={"backend": "triton", "device": "cpu"})

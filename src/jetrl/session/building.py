@@ -19,7 +19,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.source import CHARACTERS, ModelSource, open_source
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import HOPPER, REFERENCE, TRITON, accelerator, select_backend
+from jetrl.precision.backend import HOPPER, REFERENCE, TRITON_DEFINED, accelerator, select_backend
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import RewardSettings
@@ -28,7 +28,7 @@ from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import Sample, Score
 
 _SMALL_MODEL = 20_000_000  # parameters
-_WITH_GPU = {each.name: each for each in (HOPPER, TRITON)}  # of run.backend
+_WITH_GPU = {each.name: each for each in (HOPPER, TRITON_DEFINED)}  # of run.backend
 
 
 def build_policy(
