@@ -378,6 +378,7 @@ def test_checks_pass_here_and_a_gpu_proves_the_default(monkeypatch: pytest.Monke
     monkeypatch.setattr(precision, "dequantize", lambda q: dequantize(q) * 1.0625)
     assert doctor._check_fp8_cast()[0].status == "FAIL"
     monkeypatch.setattr(backend, "accelerator", lambda: backend.HOPPER)
+    monkeypatch.setattr(parity, "backend_for", lambda device: backend.HOPPER)
     monkeypatch.setattr(parity, "self_check", lambda device="cpu": [])
     monkeypatch.setattr(Policy, "from_config", lambda shape, plan, seed, device: plan)
     monkeypatch.setattr(parity, "check_policy", lambda plan: [parity.Check(plan.name, True, "")])
