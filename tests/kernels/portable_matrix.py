@@ -128,7 +128,8 @@ def floats(*shape: int) -> torch.Tensor:
 
 def norms() -> None:
     from jetrl.kernels.norm_triton import rms_norm_forward, rms_norm_quantize
-    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward, sum_of_rows
+    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward
+    from jetrl.precision.triton.row_sums import sum_of_rows
 
     for rows in (FEW, ROWS):
         x, weight = empty(rows, HIDDEN), empty(HIDDEN)
@@ -218,8 +219,9 @@ def optimizer() -> None:
 
 def backward_rows() -> None:
     """Backward of norms and rotary, and the squares of gradients."""
-    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward, sum_of_rows
+    from jetrl.kernels.portable.norm import block_squares, rms_norm_backward
     from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
+    from jetrl.precision.triton.row_sums import sum_of_rows
 
     x = empty(ROWS, HIDDEN)
     rms_norm_backward(x, x, empty(HIDDEN), floats(ROWS), x)

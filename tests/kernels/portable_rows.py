@@ -15,7 +15,9 @@ from jetrl.kernels.portable import norm as portable_norm
 from jetrl.kernels.portable import rotary as portable_rotary
 from jetrl.kernels.portable import swiglu as portable_swiglu
 from jetrl.kernels.rotary import rotary
+from jetrl.precision import linear
 from jetrl.precision.exact import sum_of_rows, sum_of_squares
+from jetrl.precision.triton import defined, row_sums
 
 EPS = 1e-6
 CPU = torch.device("cpu")
@@ -77,9 +79,22 @@ def norm_case(rows: int, width: int, special: bool, device: torch.device) -> dic
         found[name] = different(ours[0], expected[0])
         found[f"dweight of {name}"] = different(ours[1], expected[1])
     for values in () if special else (dy, dy.float()):
-        ours = portable_norm.sum_of_rows(values)
+        ours = row_sums.sum_of_rows(values)
         found[f"sum_of_rows {values.dtype}"] = different(ours, sum_of_rows(values))
     return found
+
+
+def bias_case(rows: int, width: int, device: torch.device) -> dict[str, int]:
+    """The gradient of a bias, of rows that are not contiguous."""
+    product, dy = (random(2 * rows, width, seed=seed).bfloat16().to(device) for seed in range(2))
+    gradients = []
+    for table in (None, defined):
+        bias = random(width).to(device).requires_grad_()
+        with mock.patch.object(linear, "arithmetic_of", return_value=table):
+            linear._Biased.apply(product[::2], bias).backward(dy[::2])
+        assert bias.grad is not None
+        gradients.append(bias.grad)
+    return {"dbias": different(gradients[1], gradients[0])}
 
 
 def squares_case(rows: int, width: int, scale: float, device: torch.device) -> dict[str, int]:
@@ -201,6 +216,11 @@ def norm_cases(gpu: bool) -> list[tuple[int, int, bool]]:
     return [(*shape, special) for shape in shapes for special in (False, True)]
 
 
+def bias_cases(gpu: bool) -> list[tuple[int, int]]:
+    """Rows, width."""
+    return [(1, 64), (129, 40), *([(4097, 1152)] if gpu else [])]
+
+
 def squares_cases(gpu: bool) -> list[tuple[int, int, float]]:
     """Rows, width, factor of the values."""
     shapes = [(1, 1), (3, 5), (130, 200)]
@@ -228,6 +248,7 @@ def rotary_cases(gpu: bool) -> list[tuple[int, int, int, int, bool, bool, bool]]
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "norm": (norm_cases, norm_case),
+    "bias": (bias_cases, bias_case),
     "squares": (squares_cases, squares_case),
     "swiglu": (swiglu_cases, swiglu_case),
     "rotary": (rotary_cases, rotary_case),

@@ -41,6 +41,7 @@ PORTABLE = (
     "kernels/portable/*.py",
     "precision/triton/portable_*.py",
     "precision/triton/int8_planes.py",
+    "precision/triton/row_sums.py",
     "precision/triton/grouped_int8.py",
     "precision/triton/expert_rows.py",
 )

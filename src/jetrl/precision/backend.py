@@ -72,6 +72,9 @@ class _OfDefinedPlans(_OfAllPlans, Protocol):
     def combine_backward(self, dout: Tensor, y: Tensor, weights: Tensor, groups: Groups,
                          /) -> tuple[Tensor, Tensor]: ...
 
+    # precision.exact
+    def sum_of_rows(self, x: Tensor, /) -> Tensor: ...
+
 
 class _OfOtherPlans(_OfAllPlans, Protocol):
     # precision.gemm

@@ -132,7 +132,10 @@ class _Biased(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], sum_of_rows(grads[0].flatten(0, -2))
+        rows = grads[0].flatten(0, -2)
+        if (arithmetic := arithmetic_of(rows)) is not None:
+            return grads[0], arithmetic.sum_of_rows(rows.contiguous())
+        return grads[0], sum_of_rows(rows)
 
 
 def fprop(

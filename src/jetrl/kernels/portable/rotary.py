@@ -32,7 +32,6 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.norm_triton import grid_factor, inverse_rms_of
-from jetrl.kernels.portable.norm import BLOCK_ROWS, sum_in_order
 from jetrl.precision.triton.grid import (
     SIGN,
     SUM_GRID,
@@ -45,6 +44,7 @@ from jetrl.precision.triton.grid import (
     wide,
 )
 from jetrl.precision.triton.layout import cdiv
+from jetrl.precision.triton.row_sums import BLOCK_ROWS, sum_in_order
 
 # Values of both halves per program of one warp, by the least number of blocks: more programs for
 # fewer tokens. Changes no bits.

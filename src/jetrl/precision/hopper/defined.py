@@ -20,5 +20,6 @@ from jetrl.precision.triton.defined import (
     planes_dgrad,
     planes_fprop,
     planes_of_hidden,
+    sum_of_rows,
     sum_slots,
 )

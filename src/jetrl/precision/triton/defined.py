@@ -16,3 +16,4 @@ from jetrl.precision.triton.int8_planes import (
 )
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.portable_int8 import int8_matmul
+from jetrl.precision.triton.row_sums import sum_of_rows
