@@ -20,6 +20,9 @@ HANG_S = 40 * LONGEST_S  # with room for forty others on that core
 LONGEST_FILES = (
     "test_triton.py",
     "test_portable_matrix.py",
+    "test_portable_gemm.py",
+    "test_portable_rows.py",
+    "test_portable_probs.py",
     "test_kill_and_resume.py",
     "test_soak.py",
 )

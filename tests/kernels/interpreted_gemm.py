@@ -25,6 +25,7 @@ from jetrl.precision.triton.portable_int8 import Tile
 
 PRODUCTS = ((1, 40, 64), (17, 70, 192), (65, 33, 320), (257, 140, 192))
 HEADS = ((1, 64, 5), (37, 192, 1333), (65, 128, 512), (130, 64, 700))  # rows, hidden, vocabulary
+SLABS = {2**25: HEADS, 2**15: (HEADS[1], HEADS[3])}  # one slab of each; several of two
 
 _cast = interpreter.InterpreterBuilder.cast_impl
 
@@ -136,9 +137,9 @@ def compare_sums() -> dict[str, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = compare_products() | compare_pieces() | compare_sums()
-    for size in (2**25, 2**15):  # one slab, and several
+    for size, cases in SLABS.items():
         int8_planes.SLAB_BYTES = size
-        for case in HEADS:
+        for case in cases:
             found |= {f"{name}, slabs of {size}": n for name, n in compare_head(*case).items()}
     found |= compare_head(140, 64, 600, largest=True)
     print(json.dumps(found))

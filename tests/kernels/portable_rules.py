@@ -14,6 +14,7 @@ EXCEPTIONS and SPILLS name what may break a rule, and why.
 from __future__ import annotations
 
 import collections
+import functools
 import re
 import subprocess
 import tempfile
@@ -191,6 +192,7 @@ def problems_of_resources(name: str, kernel: Any, card: Card) -> list[str]:
     return found
 
 
+@functools.lru_cache(maxsize=1)  # it takes a process, and is asked twice in a row
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return the registers per thread, and the bytes per thread that are spilled."""
     text = tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
