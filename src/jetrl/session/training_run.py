@@ -116,16 +116,17 @@ class TrainingRun:
 
     def _note_other_bits(self, facts: Mapping[str, str]) -> None:
         """Note that a resumed run has other bits than before, on another kind of device."""
-        attempts = self.directory.attempts()
-        before = attempts[-1].notes if attempts else {}
-        kinds = [
-            " with backend ".join(notes[key].partition(":")[0] for key in ("device", "backend"))
-            for notes in ({**facts, **before}, facts)
-        ]
-        if kinds[0] != kinds[1]:
+        before = dict(facts)
+        for attempt in self.directory.attempts():
+            before |= attempt.notes
+        was, now = (
+            f"{notes['device'].partition(':')[0]} with backend {notes['backend']}"
+            for notes in (before, facts)
+        )
+        if was != now:
             self.directory.notes.append(
-                f"this run was on {kinds[0]}, and continues on {kinds[1]}: with other bits from "
-                f"here on than a run that was not stopped, under plan {facts['plan']}"
+                f"this run was on {was}, and continues on {now}: with other bits from here on than "
+                f"a run that was not stopped, under plan {facts['plan']}"
             )
 
     def _open_trackers(self, stack: contextlib.ExitStack) -> None:

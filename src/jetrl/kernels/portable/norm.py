@@ -43,7 +43,7 @@ from jetrl.precision.triton.grid import (
     wide,
 )
 from jetrl.precision.triton.layout import cdiv
-from jetrl.precision.triton.row_sums import BLOCK_ROWS, sum_of_normed_rows
+from jetrl.precision.triton.row_sums import BLOCK_ROWS, sum_of_rows
 
 _ROW_VALUES = 1024  # values per warp of a row
 _PIECE, _MOST_PIECES, _STEP = 2**14, 1024, 2048  # values per program of `block_squares`
@@ -143,7 +143,7 @@ def rms_norm_backward(
             dresidual is not None, width, padded,
             num_warps=min(16, warps), enable_fp_fusion=False,
         )  # fmt: skip
-    return dx, sum_of_normed_rows(dy, x, inverse_rms)
+    return dx, sum_of_rows(dy, x, inverse_rms)
 
 
 @triton.jit

@@ -72,23 +72,13 @@ def _in_order_kernel(
     tl.store(out_ptr + columns, total, mask=inside)
 
 
-def sum_of_rows(x: Tensor) -> Tensor:
-    """`precision.exact.sum_of_rows` of contiguous float32 or bfloat16 x [N, D]: float32 [D]."""
-    assert x.ndim == 2, f"{x.shape}"
-    assert x.is_contiguous(), f"strides {x.stride()}"
-    return _summed(x, None, None, rounded=False)
+def sum_of_rows(dy: Tensor, x: Tensor | None = None, inverse_rms: Tensor | None = None) -> Tensor:
+    """`precision.exact.sum_of_rows` of contiguous float32 or bfloat16 dy [N, D]: float32 [D].
 
-
-def sum_of_normed_rows(dy: Tensor, x: Tensor, inverse_rms: Tensor) -> Tensor:
-    """Return the sum of the rows of dy * x * inverse_rms in bfloat16 values, float32 [D].
-
-    dy and x are bfloat16 [N, D], inverse_rms is float32 [N], all contiguous.
+    With x [N, D] and its inverse rms [N], that of dy * x * inverse_rms, in bfloat16 values.
     """
-    return _summed(dy, x, inverse_rms, rounded=True)
-
-
-def _summed(dy: Tensor, x: Tensor | None, inverse_rms: Tensor | None, rounded: bool) -> Tensor:
-    """Return the sum of the rows of dy, or of dy times the norm of x, float32 [D]."""
+    assert dy.ndim == 2, f"{dy.shape}"
+    assert dy.is_contiguous(), f"strides {dy.stride()}"
     num_rows, width = dy.shape
     blocks = cdiv(num_rows, BLOCK_ROWS)
     sums = torch.empty(blocks, width, dtype=torch.float32, device=dy.device)
@@ -102,7 +92,7 @@ def _summed(dy: Tensor, x: Tensor | None, inverse_rms: Tensor | None, rounded: b
             x is not None, width, _COLUMNS, _AT_ONCE,
             num_warps=_COLUMN_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return sum_in_order(sums, rounded)
+    return sum_in_order(sums, rounded=x is not None)
 
 
 def sum_in_order(sums: Tensor, rounded: bool) -> Tensor:
