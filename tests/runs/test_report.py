@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.runs import plots
 from jetrl.runs.format import visible
 from jetrl.runs.report import write_report
 from jetrl.runs.writer import RunWriter
@@ -123,3 +125,13 @@ def test_an_answer_is_shown_as_people_write_it_and_how_to_read_it(make_run, undr
     assert "In this task" not in page
     RunWriter(path).write_reading("answers are written backwards: <52>")
     assert "In this task answers are written backwards: &lt;52&gt;." in Page(path).source
+
+
+def test_a_title_is_not_drawn_over_a_legend(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *a, **k: drawn.append(figure))
+    record = {"step": 1, "response_length/clip_ratio": 0.5, "policy/clip_fraction": 0.1}
+    plots.to_png(plots.charts_of([record])[0], Path())
+    drawn[0].draw_without_rendering()
+    (legend,) = drawn[0].legends
+    assert legend.get_title().get_window_extent().y0 > legend.get_texts()[0].get_window_extent().y1

@@ -19,6 +19,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from jetrl.errors import UserError
@@ -93,8 +94,13 @@ def to_png(chart: Chart, path: Path) -> None:
     """Save a chart with its title as a PNG on white."""
     with mpl.rc_context(CHART_STYLE):
         figure, axes = _figure(chart)
-        figure.suptitle(chart.title, x=0.02, ha="left", fontsize=13, fontweight="bold")
         chart.draw(axes)
+        if figure.legends:  # a title of the figure would be drawn over it
+            bold = FontProperties(size=13, weight="bold")
+            figure.legends[0].set_title(chart.title, prop=bold)
+            figure.legends[0].set_alignment("left")
+        else:
+            figure.suptitle(chart.title, x=0.02, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path, format="png", dpi=PNG_DPI, facecolor="white")
 
 
