@@ -195,12 +195,13 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
 
     assert masters(four.out) == pytest.approx(masters(one.out) / 4, abs=0.002)
     heads = ["model.config.head_dim=64", "model.config.vocab_size=128"]
-    for backend, plan in (("triton", integer), ("hopper", integer), ("hopper", "task.workers=0")):
+    for backend, plan in (("triton", integer), ("triton", "task.workers=0"), ("hopper", integer)):
         asked = ["run.device=auto", f"run.backend={backend}", plan]
         named = jetrl(*words, *shape, *heads, *asked)
         assert "# memory plan of a GPU with 80 GiB (this machine has none" in named.out, named.err
-    int8 = jetrl(*words, *shape, *heads, "run.device=auto", "run.backend=triton")
-    assert "run.backend = triton runs precision.preset = integer only; use that" in int8.err
+    asked = ["run.device=auto", "run.backend=triton", "adapter.kind=lora"]
+    nvfp4 = jetrl(*words, *shape, *heads, *asked, "precision.base=nvfp4")
+    assert "has no kernels for NVFP4; use another precision.preset" in nvfp4.err
     reference = jetrl(*words, *shape, "run.device=auto", "run.backend=reference")
     assert "# memory plan\n" in reference.out, "a CPU runs it"
     small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
