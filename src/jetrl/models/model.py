@@ -71,13 +71,7 @@ class Model:
     ) -> None:
         self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
-        check_device(config, plan, self.device)
-        if adapter is not None and not backend_for(self.device).adapters:
-            raise UserError(
-                f"{backend_for(self.device).gpus} has no kernels for an adapter under "
-                f"precision.preset = {plan.name}: use run.device=cpu, or {HOPPER.gpus} and "
-                "another preset than integer"
-            )
+        check_device(config, plan, self.device, adapted=adapter is not None)
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[self.head]
@@ -307,11 +301,18 @@ class Model:
 
 
 def check_device(
-    config: ModelConfig, plan: PrecisionPlan, device: torch.device, elsewhere: bool = False
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    device: torch.device,
+    *,
+    elsewhere: bool = False,
+    adapted: bool = False,
 ) -> None:
     """Raise a UserError if a device, or a model on that device, has no kernels.
 
-    `elsewhere` checks for a GPU of the selected backend, which need not be on this machine.
+    Args:
+        elsewhere: Check for a GPU of the selected backend, which need not be on this machine.
+        adapted: Whether the model has an adapter.
     """
     if device.type in ("cpu", "meta"):
         return
@@ -338,5 +339,10 @@ def check_device(
             f"{gradients.words}; use precision.grad_output=int8, or run.device=cpu"
         )
     backend.check_formats({format.words: format.dtype for format in formats})
+    if adapted and not backend.adapters:
+        raise UserError(
+            f"{backend.gpus} has no kernels for an adapter under precision.preset = {plan.name}: "
+            f"use run.device=cpu, or {HOPPER.gpus} and another preset than integer"
+        )
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -172,7 +172,13 @@ def check_run(
     # Plan memory with the shortest prompts: a lower bound that fails early.
     _planned(settings, config, others, Workload.of(settings, config, 1), machine)
     # Kernels support only some widths and plans.
-    check_device(config, plan, torch.device(machine.device), machine.elsewhere)
+    check_device(
+        config,
+        plan,
+        torch.device(machine.device),
+        elsewhere=machine.elsewhere,
+        adapted=settings.adapter.kind is not None,
+    )
     if machine.device.startswith("cuda"):
         check_gpu_sizes(settings.rollout.max_batch_size, settings.rollout.page_size)
 
@@ -224,7 +230,7 @@ def check_pairs(
     others = OtherModels()
     # Lower bound: without pairs.
     _planned(settings, config, others, Workload.of_pairs(settings, 1), machine)
-    check_device(config, plan, torch.device(machine.device), machine.elsewhere)
+    check_device(config, plan, torch.device(machine.device), elsewhere=machine.elsewhere)
     # Read every pair now, so that problems are reported before weights are loaded.
     task = build_task(settings.task)
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
