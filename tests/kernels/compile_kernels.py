@@ -219,7 +219,7 @@ def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     from jetrl.models.source import ModelSource
     from jetrl.precision import PrecisionPlan
 
-    jetrl.models.model.check_device = lambda *_: None
+    jetrl.models.model.check_device = lambda *_, **__: None
     jetrl.models.model.base_digest = lambda *_: ""
     plan = PrecisionPlan.preset(plan) if isinstance(plan, str) else plan
     config = ModelConfig.from_hf({**shapes()[shape], "num_hidden_layers": 2})
