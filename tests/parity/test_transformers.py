@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetrl import Policy
 from jetrl.models.attention import PackedKeyValues
+from jetrl.models.families import fused_tensors, stored_tensors
 from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
 
@@ -38,12 +40,7 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 NO_PAD: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "experts_implementation": "grouped_mm",
-}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2-bias": ("qwen2", {"tie_word_embeddings": True}),
@@ -53,18 +50,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, **NO_PAD}),
     "phi4": ("phi3", {"rope_theta": 250000.0, **NO_PAD}),
-    # Of its two sums over experts, transformers' default: grouped_mm, in the order of slots.
     "qwen3-experts": ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
     "qwen3-sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [2], **EXPERTS}),
     "olmoe": ("olmoe", {**EXPERTS, **NO_PAD}),
     "qwen2-experts": ("qwen2_moe", {"shared_expert_intermediate_size": 80, **EXPERTS}),
 }
 
+MIXTURES = ["qwen3-experts", "olmoe", "qwen2-experts"]
 
-def make(name: str, path: Path) -> Any:
+
+def make(name: str, path: Path, experts: str = "grouped_mm") -> Any:
     """A random model with every kind of parameter away from its initial value, saved to path."""
     torch.manual_seed(0)
     family, sizes = MODELS[name]
+    if "num_experts_per_tok" in sizes:
+        sizes = {**sizes, "experts_implementation": experts}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,32 +91,46 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts", "olmoe", "qwen2-experts"])
-def test_gradients_agree_with_transformers(name: str, tmp_path: Path) -> None:
-    model = make(name, tmp_path / "model")
+def rounding(policy: Policy, tokens: int) -> float:
+    """The expected relative distance of two correct float32 gradients, in Frobenius norms.
+
+    Rounding errors of a sum of K products are random, so they add to u * sqrt(K) relative to its
+    norm, u = 2**-24. A gradient passes every product of the model forward and backward, and the
+    squares of independent errors add. A second implementation has as many of its own.
+    """
+    config, terms = policy.config, 0
+    attention = config.attention
+    for layer in config.layers:
+        shapes = {**layer.mixer.parameter_shapes(config.hidden_size)}
+        shapes |= layer.block.parameter_shapes(config.hidden_size)
+        products = [shape for shape in shapes.values() if len(shape) == 2]
+        # A token meets few of the rows of experts stacked in one matrix, so columns are counted.
+        terms += sum(3 * columns for _, columns in products) + 3 * (attention.head_dim + tokens)
+    terms += 3 * (config.hidden_size + config.vocab_size)
+    return 2.0**-24 * math.sqrt(2 * terms)
+
+
+@pytest.mark.parametrize(
+    "name, experts",
+    [("qwen3", ""), *((name, sums) for name in MIXTURES for sums in ("grouped_mm", "eager"))],
+)
+def test_gradients_agree_with_transformers(name: str, experts: str, tmp_path: Path) -> None:
+    """Log-probs and all gradients, with both of transformers' sums over a token's experts."""
+    model = make(name, tmp_path / "model", experts)
     policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
     sequence = torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(3))
-    policy.logprobs([sequence.tolist()])[0].sum().backward()
-    model(sequence[None], labels=sequence[None]).loss.mul(-29).backward()
-    ours = {name: master.grad for name, master in policy.master_weights().items()}
-    theirs = dict(model.named_parameters())
-    pairs = {
-        "embed.weight": "model.embed_tokens.weight",
-        "lm_head.weight": "lm_head.weight",
-        "layers.1.o.weight": "model.layers.1.self_attn.o_proj.weight",
-        "layers.0.q_norm.weight": "model.layers.0.self_attn.q_norm.weight",
-        "layers.0.input_norm.weight": "model.layers.0.input_layernorm.weight",
-        "norm.weight": "model.norm.weight",
-    }
-    block = {"down": "down_proj.weight"}
-    if name != "qwen3":
-        fused = ("gate_up", "experts.gate_up_proj"), ("down", "experts.down_proj")
-        block = {"router": "gate.weight", **dict(fused)}
-    if name == "qwen2-experts":
-        del pairs["layers.0.q_norm.weight"]
-        block |= {"shared_gate": "shared_expert_gate.weight"}
-        block |= {"shared_down": "shared_expert.down_proj.weight"}
-    pairs |= {f"layers.2.{n}.weight": f"model.layers.2.mlp.{other}" for n, other in block.items()}
-    for name, other in pairs.items():
-        expected = theirs[other].grad.reshape(ours[name].shape)
-        assert (ours[name] - expected).norm() <= 1e-4 * expected.norm(), name
+    logprobs = policy.logprobs([sequence.tolist()])[0]
+    logprobs.sum().backward()
+    theirs = model(sequence[None]).logits[0].log_softmax(-1)[:-1].gather(1, sequence[1:, None])
+    theirs.sum().backward()
+    bound = rounding(policy, len(sequence))
+    assert bound < 1e-5
+    assert (logprobs - theirs[:, 0]).abs().max() <= 1e-5
+    stored = {**stored_tensors(policy.config)}
+    stored |= {name: (whole,) for name, whole in fused_tensors(policy.config).items()}
+    parameters = dict(model.named_parameters())
+    for name, master in policy.master_weights().items():
+        parts = [parameters[part.name].grad for part in stored[name]]
+        expected = torch.cat([part.flatten(0, part.dim() - 2) for part in parts])
+        assert expected.norm() > 0, name
+        assert (master.grad - expected).norm() <= bound * expected.norm(), name
