@@ -1,19 +1,20 @@
-"""Mixtures of experts on a GPU under `integer`: sampler and trainer agree, with a CPU's bits.
+"""Mixtures of experts on a GPU: sampler and trainer agree; `integer` has the bits of a CPU.
 
 A GPU refuses experts (`Backend.experts`) until these tests have passed on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from linears import gradients
 from small_models import config, make_policy
+from tests.precision.test_experts import check_dense_bits
 
 from jetrl import Policy
+from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import Backend, has_kernels, selected_backend
 from jetrl.session.parity import locate, measure, random_prompts
 
@@ -31,20 +32,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["hopper", "triton"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+PLANS = {
+    "integer": PrecisionPlan.preset("integer"),
+    "int8": PrecisionPlan.preset("int8"),
+    "int8 grad_output=int8": PrecisionPlan.preset("int8").replace(grad_output="int8"),
+    "unified": PrecisionPlan.preset("unified"),
+}
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(Backend, "check_experts", lambda self: None)
-    with selected_backend(request.param, defined=True):
-        yield
+    return str(request.param)
 
 
-def policy(family: str, device: str = "cuda") -> Policy:
-    return make_policy(config("qwen3", **FAMILIES[family]), "integer", device)
+def policy(family: str, plan: str = "integer", device: str = "cuda") -> Policy:
+    return make_policy(config("qwen3", **FAMILIES[family]), PLANS[plan], device)
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_logprobs_are_the_trainers(family: str) -> None:
-    p = policy(family)
+def test_sampled_logprobs_are_the_trainers(family: str, plan: str, backend: str) -> None:
+    with selected_backend(backend, defined=PLANS[plan].defined):
+        check_sides(policy(family, plan))
+
+
+def check_sides(p: Policy) -> None:
     prompts = random_prompts(p, 12, 80, seed=2)
     result = measure(p, prompts=prompts, samples=3, max_tokens=80, temperature=0.8)
     where = locate(p, *result.first_different) if result.first_different else None
@@ -53,8 +66,21 @@ def test_sampled_logprobs_are_the_trainers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(family: str) -> None:
-    on_gpu, on_cpu = policy(family), policy(family, "cpu")
+def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(family: str, backend: str) -> None:
+    with selected_backend(backend, defined=True):
+        check_against_a_cpu(family)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("kind", ["some", "one has all"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_row_has_the_dense_bits(plan: str, kind: str, by_token: bool, backend: str) -> None:
+    with selected_backend(backend, defined=PLANS[plan].defined):
+        check_dense_bits(PLANS[plan], kind, by_token, "cuda")
+
+
+def check_against_a_cpu(family: str) -> None:
+    on_gpu, on_cpu = policy(family), policy(family, device="cpu")
     assert has_kernels(on_gpu.device)
     g = torch.Generator().manual_seed(5)
     sequences = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (200, 130, 7, 300)]

@@ -1,6 +1,11 @@
-"""Grouped INT8 products of experts on a GPU: the bits of their references, and CUDA graphs."""
+"""Grouped products of experts on a GPU: INT8 has the bits of references, FP8 those of dense layers.
+
+CUDA graphs capture both.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +14,23 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
-from tests.kernels.expert_cases import CASES, Case, compare, different, layer_results, part, random  # noqa: E402
+from tests.kernels.expert_cases import (  # noqa: E402
+    CASES,
+    FP8_CASES,
+    Case,
+    compare,
+    compare_fp8,
+    different,
+    layer_results,
+    part,
+    random,
+)
 
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
-from jetrl.precision.int8 import int8_rows, int8_turned  # noqa: E402
-from jetrl.precision.triton import expert_rows, grouped_int8, int8  # noqa: E402
+from jetrl.precision.hopper.gemm import fp8_matmul_hopper  # noqa: E402
+from jetrl.precision.int8 import int8_rows, int8_squares_turned, int8_turned  # noqa: E402
+from jetrl.precision.triton import expert_rows, float_tiles, grouped_fp8, grouped_int8, int8  # noqa: E402
 
 LARGE = {
     "decode": Case(8, 8, 128, 1536, 2048),
@@ -33,6 +49,23 @@ CUDA = torch.device("cuda")
 def test_kernels_have_the_bits_of_their_references(name: str) -> None:
     compared = compare((CASES | LARGE)[name], CUDA)
     assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("dense", [fp8_matmul_hopper, float_tiles.fp8_matmul])
+@pytest.mark.parametrize("name", [*FP8_CASES, *LARGE])
+def test_fp8_products_have_the_bits_of_dense_layers(name: str, dense: Any) -> None:
+    compared = compare_fp8((FP8_CASES | LARGE)[name], CUDA, dense)
+    assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("experts, n, k", [(1, 64, 128), (3, 192, 320), (5, 200, 64)])
+def test_weights_in_squares_are_those_of_each_expert(experts: int, n: int, k: int) -> None:
+    with selected_backend("reference"):
+        w = int8_rows(random(experts * n, k, device=CUDA))
+        want = int8_squares_turned(w, experts)
+    made = int8.int8_squares_turned(w, experts)
+    assert different(made.codes.contiguous(), want.codes.contiguous()) == 0
+    assert different(made.scales.contiguous(), want.scales.contiguous()) == 0
 
 
 @pytest.mark.parametrize("memory", ["large", "small"])
@@ -80,11 +113,14 @@ def test_a_graph_captures_a_layer_with_other_groups() -> None:
     weights = random(tokens, slots, device=CUDA, seed=3)
     chosen = random(tokens, experts, device=CUDA).topk(slots).indices
 
-    def layer() -> tuple[Tensor, Tensor]:
+    def layer() -> tuple[Tensor, ...]:
         groups = expert_rows.group_rows(chosen, experts)
         y = grouped_int8.int8_grouped_matmul(x, w, groups, by_token=True)
         dw = grouped_int8.int8_grouped_wgrad(y, values, groups, by_token=True)
-        return expert_rows.combine(y, weights, groups), dw
+        rows, along = grouped_fp8.fp8_grouped_gradient(y, groups, "fp32")
+        dx = grouped_fp8.fp8_grouped_dgrad(rows, w, groups)
+        dw_fp8 = grouped_fp8.fp8_grouped_wgrad(along, values, groups, True, "fp32")
+        return expert_rows.combine(y, weights, groups), dw, dx, dw_fp8
 
     layer()
     graph = torch.cuda.CUDAGraph()

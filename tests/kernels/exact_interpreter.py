@@ -1,6 +1,7 @@
-"""Triton's interpreter with an exact fma (its own rounds the product), and with bfloat16.
+"""Triton's interpreter with an exact fma (its own rounds the product), with bfloat16 and E4M3.
 
-Casts round as on a GPU, and products of bfloat16 have float32 sums in any order.
+Casts round as on a GPU. Products of bfloat16 have float32 sums in any order, those of E4M3 exact
+sums, rounded once.
 
 TRITON_INTERPRET=1 python PROGRAM that imports this module before it launches a kernel
 """
@@ -36,8 +37,21 @@ def _cast(builder: Any, source: Any, dtype: Any) -> Any:
     return _other_cast(builder, source, dtype)
 
 
+def _to_e4m3(builder: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+    """Cast float32 to E4M3 by torch: Triton wraps large values around."""
+    if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
+        return _other_narrowing(builder, source, dtype, rounding)
+    codes = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn)
+    return interpreter.TensorHandle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
+
+
 def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
     """Multiply bfloat16 as float32: Triton would multiply its bits."""
+    if a.dtype.scalar == tl.float8e4nv:
+        codes = [torch.from_numpy(operand.data.copy()) for operand in (a, b)]
+        left, right = (each.view(torch.float8_e4m3fn).double() for each in codes)
+        total = (left @ right + torch.from_numpy(rest[0].data)).float()
+        return interpreter.TensorHandle(total.numpy(), tl.float32)
     if a.dtype.scalar == tl.bfloat16:
         a, b = (_cast(builder, operand, tl.float32) for operand in (a, b))
     return _other_dot(builder, a, b, *rest)
@@ -53,6 +67,8 @@ _patch = interpreter._patch_lang_tensor
 interpreter.InterpreterBuilder.create_fma = _fma
 _other_dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot
+_other_narrowing = interpreter.InterpreterBuilder.create_fp_to_fp
+interpreter.InterpreterBuilder.create_fp_to_fp = _to_e4m3
 _other_cast = interpreter.InterpreterBuilder.cast_impl
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter._patch_lang_tensor = _with_index

@@ -1,12 +1,13 @@
 """Kernels of experts next to their references, on any device: how many values differ.
 
 The references are loops over experts of the operations of a dense layer. Memory for outputs has NaN
-before a kernel runs.
+before a kernel runs. FP8 products are compared with those of a dense layer on a GPU, and elsewhere
+with `fused_matmul`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,10 +19,11 @@ from torch.nn.functional import pad
 from jetrl.precision import PrecisionPlan
 from jetrl.precision import experts as reference
 from jetrl.precision.backend import selected_backend
-from jetrl.precision.groups import Groups
-from jetrl.precision.int8 import int8_matmul, int8_rows, int8_tokens
-from jetrl.precision.quantize import QTensor
-from jetrl.precision.triton import expert_rows, grouped_int8
+from jetrl.precision.exact import fma
+from jetrl.precision.groups import Groups, TokenGroups
+from jetrl.precision.int8 import int8_matmul, int8_rows, int8_squares_turned, int8_tokens
+from jetrl.precision.quantize import FP8_BLOCK, QTensor, codes_as_float64, quantize
+from jetrl.precision.triton import expert_rows, grouped_fp8, grouped_int8
 from jetrl.precision.triton.portable_int8 import Tile
 
 
@@ -41,6 +43,14 @@ CASES = {
     "one row": Case(1, 1, 3, 40, 64),
     "one expert": Case(150, 1, 4, 33, 64, slice(2, 3)),
     "experts without rows": Case(19, 1, 5, 66, 64, slice(1, None, 2)),
+}
+# Of FP8: rows of experts below, at and above a group of 128.
+FP8_CASES = {
+    "one row": Case(1, 1, 3, 40, 64),
+    "63 tokens": Case(63, 2, 3, 70, 192),
+    "experts without rows": Case(129, 1, 5, 66, 64, slice(1, None, 2)),
+    "one expert has all": Case(129, 1, 4, 128, 128, slice(2, 3)),
+    "1000 tokens": Case(1000, 1, 5, 64, 64),
 }
 TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
 
@@ -70,19 +80,26 @@ def different(found: Tensor, expected: Tensor) -> int:
 
 def compare(case: Case, device: torch.device) -> dict[str, int]:
     """Return how many values of each result differ; references run on the same device."""
-    scores = random(case.tokens, case.experts, device=device, seed=5)
-    scores[:, case.preferred] += 100.0
-    chosen = scores.topk(case.slots).indices
+    chosen = chosen_by(case, device)
     with filled_memory(), selected_backend("reference"):
         groups = Groups.of(chosen, case.experts)
         rows = compare_rows(groups, chosen)
         return rows | compare_products(groups, case) | compare_wgrad(groups, case)
 
 
-def layer_results(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Return what two layers of experts compute under `integer`, forward and backward."""
+def chosen_by(case: Case, device: torch.device) -> Tensor:
+    """Return the experts that tokens choose."""
+    scores = random(case.tokens, case.experts, device=device, seed=5)
+    scores[:, case.preferred] += 100.0
+    return scores.topk(case.slots).indices
+
+
+def layer_results(
+    case: Case, device: torch.device, plan: PrecisionPlan | None = None
+) -> dict[str, Tensor]:
+    """Return what two layers of experts compute, forward and backward, by default in `integer`."""
     made = {}
-    plan = PrecisionPlan.preset("integer")
+    plan = plan or PrecisionPlan.preset("integer")
     up = layer(plan, random(case.experts * case.n, case.k, device=device, seed=6))
     down = layer(plan, random(case.experts * case.k, case.n, device=device, seed=7))
     chosen = random(case.tokens, case.experts, device=device, seed=5).topk(case.slots).indices
@@ -169,3 +186,121 @@ def compare_wgrad(groups: Groups, case: Case) -> dict[str, int]:
         made = grouped_int8.wgrad_product(dy_codes, x_codes, groups, tile)
         found[f"wgrad, {tile}"] = different(made, want.flatten(0, 1))
     return found
+
+
+def fused_matmul(a: QTensor, b: QTensor) -> Tensor:
+    """Return a @ b^T in bfloat16: a product of 128 values is exact, and added by one fma."""
+    height = b.block[0]
+    b_scales = b.scales.repeat_interleave(height, dim=0)[: b.shape[0]]
+    total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
+    for block in range(a.scales.shape[1]):
+        k = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
+        product = (codes_as_float64(a.codes[:, k]) @ codes_as_float64(b.codes[:, k]).mT).float()
+        total = fma(product, a.scales[:, block, None] * b_scales[None, :, block], total)
+    return total.bfloat16()
+
+
+def compare_fp8(
+    case: Case, device: torch.device, matmul: Callable[[QTensor, QTensor], Tensor] = fused_matmul
+) -> dict[str, int]:
+    """Return how many values differ of FP8 codes and products of experts; `matmul` is dense."""
+    with filled_memory(), selected_backend("reference"):
+        groups = Groups.of(chosen_by(case, device), case.experts)
+        dy = random(len(groups.tokens), case.n, device=device).bfloat16()
+        x = random(case.tokens, case.k, device=device, seed=1).bfloat16()
+        found = compare_fp8_fprop(groups, x, matmul)
+        found |= compare_fp8_dgrad(groups, dy, case, matmul)
+        dy[:, 1], x[:, 2] = 0.0, 2.0**-110
+        dy[0, 3], x[-1, 4], x[-1, 5] = torch.inf, torch.nan, -torch.inf
+        return found | compare_fp8_wgrad(groups, dy, x, matmul)
+
+
+def compare_fp8_fprop(
+    groups: Groups, x: Tensor, matmul: Callable[[QTensor, QTensor], Tensor]
+) -> dict[str, int]:
+    """Compare products with a weight in FP8, with rows by token and by place."""
+    experts, device = groups.num_experts, x.device
+    rows = quantize(x, (1, FP8_BLOCK))
+    by_place = part(rows, groups.tokens.long())
+    w = quantize(random(experts * FP8_BLOCK, x.shape[1], device=device, seed=3), (128, 128))
+    want = torch.empty(len(groups.tokens), FP8_BLOCK, dtype=torch.bfloat16, device=device)
+    for expert, own in groups.rows():
+        matrix = w.codes[expert * FP8_BLOCK : (expert + 1) * FP8_BLOCK]
+        matrix = QTensor(matrix, w.scales[expert : expert + 1], w.block)
+        want[own] = matmul(part(by_place, own), matrix)
+    made = {
+        "by token": grouped_fp8.fp8_grouped_matmul(rows, w, groups, True),
+        "by place": grouped_fp8.fp8_grouped_matmul(by_place, w, groups, False),
+    }
+    return {f"fprop {name}": different(each, want) for name, each in made.items()}
+
+
+def compare_fp8_dgrad(
+    groups: Groups, dy: Tensor, case: Case, matmul: Callable[[QTensor, QTensor], Tensor]
+) -> dict[str, int]:
+    """Compare dX of INT8 weights, for both sizes of tiles."""
+    experts, n, device = groups.num_experts, case.n, dy.device
+    w = int8_rows(random(experts * n, case.k, device=device, seed=1))
+    rows = quantize(dy, (1, FP8_BLOCK))
+    want = torch.empty(len(dy), case.k, dtype=torch.bfloat16, device=device)
+    for expert, own in groups.rows():
+        matrix = int8_squares_turned(part(w, slice(expert * n, (expert + 1) * n)))
+        want[own] = matmul(part(rows, own), matrix)
+    found = {"dgrad": different(grouped_fp8.fp8_grouped_dgrad(rows, w, groups), want)}
+    turned = int8_squares_turned(w, experts)
+    width = turned.shape[1] // experts
+    expert_strides = (width, width // FP8_BLOCK * turned.scales.stride(1))
+    turned = QTensor(turned.codes.contiguous(), turned.scales, turned.block)
+    for tile in grouped_fp8.TILES["small"]:
+        made = grouped_fp8.product(rows, turned, groups, False, case.k, expert_strides, tile)
+        found[f"dgrad, {tile}"] = different(made, want)
+    return found
+
+
+def compare_fp8_wgrad(
+    groups: Groups, dy: Tensor, x: Tensor, matmul: Callable[[QTensor, QTensor], Tensor]
+) -> dict[str, int]:
+    """Compare codes of dY and X along the rows of experts, and dW."""
+    rows, dy_codes = grouped_fp8.fp8_grouped_gradient(dy, groups, "fp32")
+    x_codes = grouped_fp8.quantized_input(x, groups, True, "fp32")
+    expected = quantize(dy, (1, FP8_BLOCK))
+    found = {
+        "codes of dY": different(rows.codes, expected.codes),
+        "scales of dY": different(rows.scales, expected.scales),
+        "dY along rows": 0,
+        "X along rows": 0,
+    }
+    shape = (groups.num_experts, dy.shape[1], x.shape[1])
+    want = torch.zeros(shape, dtype=torch.bfloat16, device=dy.device)
+    first = 0
+    for expert, own in groups.rows():
+        a = quantize(dy[own], (FP8_BLOCK, 1)).mT
+        b = quantize(x[groups.tokens[own].long()], (FP8_BLOCK, FP8_BLOCK)).mT
+        want[expert] = matmul(_whole(a), _whole(b))
+        last = first + a.scales.shape[1]
+        found["dY along rows"] += _different_groups(dy_codes, a, first, last, squares=False)
+        found["X along rows"] += _different_groups(x_codes, b, first, last, squares=True)
+        first = last
+    made = grouped_fp8.wgrad_product(dy_codes, x_codes, groups)
+    return found | {"wgrad": different(made, want.flatten(0, 1))}
+
+
+def _whole(q: QTensor) -> QTensor:
+    """Return codes [C, r] padded with zeros to whole groups along r."""
+    codes = pad(q.codes.view(torch.uint8), (0, -q.shape[1] % FP8_BLOCK)).view(q.codes.dtype)
+    return QTensor(codes, q.scales, q.block)
+
+
+def _different_groups(
+    made: TokenGroups, want: QTensor, first: int, last: int, *, squares: bool
+) -> int:
+    """Return how many codes and scales differ in the groups [first, last) along rows.
+
+    Padding is zeros, or NaN in a group whose scale is NaN.
+    """
+    codes = made.codes[:, first * FP8_BLOCK : last * FP8_BLOCK]
+    scales = made.scales[:, first:last] if squares else made.scales[first:last].mT
+    padding = codes[:, want.shape[1] :].float()
+    wrong = int(((padding != 0) & ~padding.isnan()).sum())
+    wrong += different(codes[:, : want.shape[1]].contiguous(), want.codes.contiguous())
+    return wrong + different(scales, want.scales)

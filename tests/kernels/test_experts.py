@@ -14,6 +14,12 @@ def test_kernels_have_the_bits_of_their_references() -> None:
     assert {case: n for case, n in compared.items() if n} == {}
 
 
+def test_fp8_kernels_have_the_bits_of_their_references() -> None:
+    compared = interpreted("interpreted_fp8_experts.py")
+    assert len(compared) > 40
+    assert {case: n for case, n in compared.items() if n} == {}
+
+
 def test_grids_cover_all_sizes_of_groups() -> None:
     grouped = pytest.importorskip("jetrl.precision.triton.grouped_int8")
     for size in (2, 3, 4):
@@ -30,3 +36,11 @@ def test_tables_have_every_class() -> None:
     assert [set(table) for table in grouped.TILES.values()] == [{0, 160, 40, 20, 8}] * 2
     assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small"}
     assert all(128 % tile.depth == 0 for tile in grouped.WGRAD.values())
+
+
+def test_tiles_of_fp8_are_of_wgmma_and_have_one_scale_per_block() -> None:
+    grouped = pytest.importorskip("jetrl.precision.triton.grouped_fp8")
+    assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small"}
+    for tile in (*itertools.chain.from_iterable(grouped.TILES.values()), *grouped.WGRAD.values()):
+        assert tile.rows % 64 == 0 == 128 % tile.columns
+        assert (tile.depth, tile.rows) == (128, 16 * tile.warps)  # a warpgroup has 64 rows

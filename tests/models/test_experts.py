@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,32 @@ def test_a_base_in_nvfp4_and_gpus_without_kernels_are_refused(monkeypatch: Any) 
     raw = {**config_of().raw, "head_dim": 64}
     with pytest.raises(UserError, match="has no kernels for experts yet"):
         check_device(ModelConfig.from_hf(raw), PrecisionPlan.preset("jet"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "preset, options, message",
+    [
+        ("int8", {}, ""),
+        ("int8", {"grad_output": "int8"}, ""),
+        ("unified", {}, ""),
+        ("bf16", {}, "layer 0 has experts in BF16, .*use precision.preset = int8"),
+        ("mixed", {}, "layer 0 has experts in BF16"),
+        ("int8", {"last_layers_bf16": 1}, "layer 1 has experts in BF16"),
+        ("int8", {"grad_output": "bf16"}, "gradients in BF16, .*use precision.grad_output=e4m3"),
+        ("jet", {"grad_output": "e5m2"}, "gradients in FP8 e5m2"),
+        ("jet", {"wgrad_input": "1x128"}, "wgrad_input 1x128"),
+    ],
+)
+def test_a_gpu_refuses_experts_in_formats_without_kernels(
+    preset: str, options: dict[str, Any], message: str, monkeypatch: Any
+) -> None:
+    hopper = dataclasses.replace(HOPPER, experts=True)
+    monkeypatch.setattr("jetrl.models.model.backend_for", lambda device: hopper)
+    config = ModelConfig.from_hf({**config_of().raw, "head_dim": 64, "num_hidden_layers": 2})
+    plan = PrecisionPlan.preset(preset).replace(**options)
+    refused = pytest.raises(UserError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check_device(config, plan, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])

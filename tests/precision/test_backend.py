@@ -44,13 +44,12 @@ UNDEFINED = {
     *("rms_norm_squares", "swiglu_quantize_with_values", "swiglu_backward_quantize"),
     *("swiglu_backward_values_", "attend_equal_lengths", "attend_equal_lengths_backward"),
     *("attend_prefill_quantized", "attend_decode_quantized"),
+    *("fp8_grouped_matmul", "fp8_grouped_gradient", "fp8_grouped_dgrad", "fp8_grouped_wgrad"),
 }
 # What only these plans ask for.
 DEFINED = {
     *("planes_of_hidden", "planes_fprop", "planes_dgrad", "add_planes_wgrad"),
     *("exact_logprobs", "exact_logits_gradient", "sum_of_rows"),
-    *("group_rows", "int8_grouped_matmul", "int8_grouped_wgrad"),
-    *("sum_slots", "combine", "combine_backward"),
 }
 
 

@@ -59,19 +59,23 @@ def test_rows_are_sorted_by_expert_token_and_slot() -> None:
 @pytest.mark.parametrize("kind", ["some", "one has all"])
 @pytest.mark.parametrize("preset", PLANS)
 def test_every_row_has_the_dense_bits(preset: str, kind: str, by_token: bool) -> None:
-    plan = PrecisionPlan.preset(preset)
-    experts = chosen(kind)
+    check_dense_bits(PrecisionPlan.preset(preset), kind, by_token, "cpu")
+
+
+def check_dense_bits(plan: PrecisionPlan, kind: str, by_token: bool, device: str) -> None:
+    """Compare a grouped layer with the dense layers of its experts, forward and backward."""
+    experts = chosen(kind).to(device)
     groups = Groups.of(experts, EXPERTS)
-    masters = normal(EXPERTS * N, K) / math.sqrt(K)
-    x = normal(len(experts) if by_token else experts.numel(), K, seed=2).bfloat16()
-    dy = normal(experts.numel(), N, seed=3).bfloat16()
+    masters = (normal(EXPERTS * N, K) / math.sqrt(K)).to(device)
+    x = normal(len(experts) if by_token else experts.numel(), K, seed=2).bfloat16().to(device)
+    dy = normal(experts.numel(), N, seed=3).bfloat16().to(device)
     grouped = layer(plan, masters)
     entered = x.clone().requires_grad_()
     with torch.no_grad():
         sampled = grouped_linear(entered, grouped, groups, "rollout", by_token)
     y = grouped_linear(entered, grouped, groups, "train", by_token)
     y.backward(dy)
-    found_dx = torch.zeros(experts.numel(), K, dtype=torch.bfloat16)
+    found_dx = torch.zeros(experts.numel(), K, dtype=torch.bfloat16, device=device)
     for expert, rows in groups.rows():
         dense = layer(plan, masters[expert * N : (expert + 1) * N])
         own = x[groups.tokens[rows].long()] if by_token else x[rows]

@@ -30,7 +30,14 @@ from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import HOPPER, REFERENCE, backend_elsewhere, backend_for, has_kernels
+from jetrl.precision.backend import (
+    HOPPER,
+    REFERENCE,
+    Backend,
+    backend_elsewhere,
+    backend_for,
+    has_kernels,
+)
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan, Side
 
@@ -322,6 +329,7 @@ def check_device(
     backend.check_plan(plan.defined, plan.integer_attention)
     if any(isinstance(layer.block, ExpertsShape) for layer in config.layers):
         backend.check_experts()
+        _check_expert_formats(config, plan, backend)
     if backend.defined and plan.scales != "fp32":
         raise UserError(
             f"precision.scales = {plan.scales}: no kernel of a GPU rounds queries in INT8 with it; "
@@ -346,3 +354,22 @@ def check_device(
         )
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)
+
+
+def _check_expert_formats(config: ModelConfig, plan: PrecisionPlan, backend: Backend) -> None:
+    """Raise a UserError if a GPU has no kernels for the formats of experts or their gradients."""
+    for number, layer in enumerate(config.layers):
+        if not isinstance(layer.block, ExpertsShape):
+            continue
+        for format in plan.linear_formats(number, config.num_layers).values():
+            if not format.coded:
+                raise UserError(
+                    f"layer {number} has experts in {format.words}, for which {backend.gpus} has "
+                    "no kernels: use precision.preset = int8, integer, unified or jet, without "
+                    "layers in BF16, or run.device=cpu"
+                )
+    if plan.widens_wgrad or not plan.gradient.coded:
+        raise UserError(
+            f"{backend.gpus} has no kernels for experts with gradients in {plan.gradient.words}, "
+            f"wgrad_input {plan.wgrad_input}: use precision.grad_output=e4m3, or run.device=cpu"
+        )

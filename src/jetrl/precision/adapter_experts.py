@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.experts import (
     GroupedWeight,
     grouped_dgrad,
@@ -39,6 +41,11 @@ def adapted_grouped_linear(
     adapter = linear.adapter
     if adapter is None:
         return grouped_linear(x, linear, groups, side, by_token)
+    if arithmetic_of(x) is not None:
+        raise UserError(
+            f"{linear.name}: a GPU has no kernels for adapters of experts: leave experts out of "
+            "adapter.targets, or use run.device=cpu"
+        )
     grouped = GroupedWeight(linear.operand(side), groups, linear.plan.on(side), by_token)
     if adapter.in_fp32:
         y = grouped_linear(x, linear, groups, side, by_token)

@@ -28,8 +28,8 @@ An expert that all tokens share has outputs z, added behind a gate of one logit 
     dz[t]         = sigmoid(l[t]) * dout[t]                                rounded to the dtype of z
     dl[t]         = float32(exact_sum(dout[t] * z[t])) * (sigmoid(l[t]) * (1 - sigmoid(l[t])))
 
-The references are loops over experts with the dense operations. Plans that are defined for every
-machine have kernels, of INT8 products (`precision.triton.grouped_int8`).
+The references are loops over experts with the dense operations. Kernels have INT8 products
+(`precision.triton.grouped_int8`) and FP8 products (`precision.triton.grouped_fp8`).
 
 Legend: T tokens, k slots per token, R rows (T * k), E experts, K input and N output features.
 """
@@ -47,7 +47,7 @@ from jetrl.precision.exact import exact_sum, sigmoid
 from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul
 from jetrl.precision.gradients import Gradients, matmul_product
-from jetrl.precision.groups import Groups
+from jetrl.precision.groups import Groups, TokenGroups
 from jetrl.precision.int8 import check_terms, int8_turned
 from jetrl.precision.linear import (
     Linear,
@@ -123,12 +123,16 @@ class _GroupedFunction(torch.autograd.Function):
         grouped: GroupedWeight = ctx.grouped
         dy = grads[0].bfloat16().contiguous()
         dx = dw = None
+        if ctx.needs_input_grad[1]:
+            rows, values = quantize_grouped_gradient(dy, grouped)
+        else:
+            rows, values = quantize_for_dgrad(dy, grouped.weight, grouped.plan), dy
         if ctx.needs_input_grad[0]:
-            dx = grouped_dgrad(quantize_for_dgrad(dy, grouped.weight, grouped.plan), grouped)
+            dx = grouped_dgrad(rows, grouped)
             dx = sum_slots(dx, grouped.groups) if grouped.by_token else dx
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors
-            dw = grouped_wgrad(dy, x, grouped, ctx.master, ctx.gradients)
+            dw = grouped_wgrad(values, x, grouped, ctx.master, ctx.gradients)
         return dx, dw, None, None, None
 
 
@@ -139,6 +143,9 @@ def grouped_fprop(
     groups = grouped.groups
     if (arithmetic := arithmetic_of(groups.tokens)) is not None:
         codes, weight = _codes(x, grouped)
+        if weight.codes.dtype != torch.int8:
+            assert out_dtype == torch.bfloat16, f"FP8 products are BF16, not {out_dtype}"
+            return arithmetic.fp8_grouped_matmul(codes, weight, groups, grouped.by_token)
         return arithmetic.int8_grouped_matmul(codes, weight, groups, grouped.by_token, out_dtype)
     shape = (len(groups.tokens), grouped.num_outputs)
     y = torch.empty(shape, dtype=out_dtype, device=groups.tokens.device)
@@ -153,6 +160,8 @@ def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
     groups = grouped.groups
     if (arithmetic := arithmetic_of(groups.tokens)) is not None:
         codes, weight = _codes(dy, grouped)
+        if codes.codes.dtype != torch.int8:
+            return arithmetic.fp8_grouped_dgrad(codes, weight, groups)
         turned = int8_turned(weight, groups.num_experts)
         return arithmetic.int8_grouped_matmul(codes, turned, groups, False, torch.bfloat16)
     shape = (len(groups.tokens), int(grouped.weight.shape[1]))
@@ -162,19 +171,40 @@ def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
     return dx
 
 
+def quantize_grouped_gradient(
+    dy: Tensor, grouped: GroupedWeight
+) -> tuple[GEMMInput, Tensor | TokenGroups]:
+    """Return dY, bfloat16 [R, N], for DGrad and for WGrad.
+
+    A GPU makes FP8 codes for both in one pass. Otherwise WGrad quantizes dY itself.
+    """
+    plan, arithmetic = grouped.plan, arithmetic_of(dy)
+    if arithmetic is not None and not plan.gradient.integer:
+        return arithmetic.fp8_grouped_gradient(dy, grouped.groups, plan.scales)
+    return quantize_for_dgrad(dy, grouped.weight, plan), dy
+
+
 def grouped_wgrad(
-    dy: Tensor, x: Tensor, grouped: GroupedWeight, master: Tensor, gradients: Gradients
+    dy: Tensor | TokenGroups,
+    x: Tensor,
+    grouped: GroupedWeight,
+    master: Tensor,
+    gradients: Gradients,
 ) -> Tensor | None:
     """Add dW [E * N, K] to a master weight's gradient; return the gradient for autograd.
 
-    dY is bfloat16 [R, N], X bfloat16 [T, K] or [R, K], both before quantization. The products of
-    codes are rounded to BF16 and added; others are added in float32.
+    dY is from `quantize_grouped_gradient`, X bfloat16 [T, K] or [R, K]. The products of codes are
+    rounded to BF16 and added; others are added in float32.
     """
     plan, groups, coded = grouped.plan, grouped.groups, format_of(grouped.weight).coded
-    if (arithmetic := arithmetic_of(dy)) is not None:
+    if (arithmetic := arithmetic_of(x)) is not None:
+        if isinstance(dy, TokenGroups):
+            product = arithmetic.fp8_grouped_wgrad(dy, x, groups, grouped.by_token, plan.scales)
+            return gradients.add(master, product)
         check_terms(len(groups.places))  # a token has at most one row per expert
         product = arithmetic.int8_grouped_wgrad(dy, x, groups, grouped.by_token)
         return gradients.add(master, product)
+    assert isinstance(dy, Tensor), "references quantize dY themselves"
     in_codes = coded and plan.gradient.coded
     if in_codes:
         total, returned = dy.new_zeros(grouped.weight.shape), None
@@ -195,10 +225,9 @@ def grouped_wgrad(
 
 
 def _codes(x: GEMMInput, grouped: GroupedWeight) -> tuple[QTensor, QTensor]:
-    """Return an operand and the weight, of which kernels take INT8 codes only."""
+    """Return an operand and the weight, of which kernels take codes only."""
     assert isinstance(x, QTensor), "kernels multiply codes"
     assert isinstance(grouped.weight, QTensor), "kernels multiply codes"
-    assert grouped.weight.codes.dtype == torch.int8, "kernels multiply INT8"
     return x, grouped.weight
 
 

@@ -60,3 +60,18 @@ class Groups:
             if end > start:
                 yield expert, slice(start, end)
             start = end
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """FP8 codes along the rows of each expert, for WGrad; each expert begins with a group of 128.
+
+    Attributes:
+        codes: [C, P], each expert's rows padded with zeros to a multiple of 128; undefined past the
+            last expert.
+        scales: float32, [P / 128, C] of groups of 128 x 1, or [ceil(C / 128), P / 128] of groups of
+            128 x 128.
+    """
+
+    codes: Tensor
+    scales: Tensor

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import (
+    FP8_BLOCK,
     INT8_CODES,
     ROTATION,
     QTensor,
@@ -71,11 +72,19 @@ def int8_turned(w: QTensor, experts: int = 1) -> QTensor:
     return int8_rows(dequantize(w).unflatten(0, (experts, -1)).mT.flatten(0, 1))
 
 
-def int8_squares_turned(w: QTensor) -> QTensor:
-    """Return a weight's transpose for DGrad in E4M3 (128 x 128), from its codes' values."""
+def int8_squares_turned(w: QTensor, experts: int = 1) -> QTensor:
+    """Return a weight's transpose for DGrad in E4M3 (128 x 128), from its codes' values.
+
+    Of several experts, whose matrices [N, K] are stacked along rows, it is [K, E * N'], with N
+    padded with zeros to a multiple of 128: groups do not cross experts.
+    """
     if (arithmetic := arithmetic_of(w.codes)) is not None:
-        return arithmetic.int8_squares_turned(w)
-    return quantize(dequantize(w), (128, 128)).mT
+        return arithmetic.int8_squares_turned(w, experts)
+    values = dequantize(w)
+    if experts > 1:
+        padding = (0, 0, 0, -(len(w.codes) // experts) % FP8_BLOCK)
+        values = pad(values.unflatten(0, (experts, -1)), padding).flatten(0, 1)
+    return quantize(values, (FP8_BLOCK, FP8_BLOCK)).mT
 
 
 def check_terms(number: int) -> None:

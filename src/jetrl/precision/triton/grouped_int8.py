@@ -57,7 +57,7 @@ _SMALL = {
 }
 TILES = {"large": _LARGE, "small": _SMALL}
 WGRAD = {"large": Tile(128, 256, 128, 8, 3), "small": Tile(128, 256, 64, 8, 4)}
-_SIDE = 8  # rows of tiles that share columns in L2
+SIDE = 8  # rows of tiles that share columns in L2
 _ALONG = tl.constexpr(128)  # rows of a group are padded to a multiple
 _FEATURES = 128  # per program that quantizes 64 rows along tokens
 _TOP = tl.constexpr(FORMATS[INT8_CODES][1])
@@ -92,7 +92,7 @@ def most_tiles(rows: int, experts: int, size: int) -> int:
 
 
 @triton.jit
-def _tiles_of_groups(ends_ptr, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def tiles_of_groups(ends_ptr, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return the number of tiles per group, int32 [EXPERTS], and its sum up to each group."""
     numbers = tl.arange(0, EXPERTS)
     inside = numbers < experts
@@ -103,7 +103,7 @@ def _tiles_of_groups(ends_ptr, experts, EXPERTS: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return the expert, the first row and the end of the group of a tile."""
     expert = tl.sum((after <= tile).to(tl.int32), 0)
     before = tl.sum(tl.where(tl.arange(0, EXPERTS) < expert, tiles, 0), 0)
@@ -141,13 +141,13 @@ def _product_kernel(
     EVEN: tl.constexpr,
 ):
     """Compute a tile of rows of one group, times the group's matrix [N, K] of w [E * N, K]."""
-    tiles, after = _tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
+    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
     down = tl.sum(tiles, 0)
     across = tl.cdiv(N, COLUMNS)
     if tl.program_id(0) >= down * across:
         return
     tile, n = place(tl.program_id(0), down, across, SIDE)
-    expert, first, end = _rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS, ROWS)
+    expert, first, end = rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS, ROWS)
     rows = first + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
     # Past the end, the last row and column are read again, so that no load needs a mask.
@@ -262,10 +262,10 @@ def _tokens_kernel(
 ):
     """Rotate 64 rows of a group along them; take their maxima, or store codes if CODES."""
     block = tl.program_id(0)
-    tiles, after = _tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
+    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
     if block // 2 >= tl.sum(tiles, 0):
         return
-    expert, first, end = _rows_of_tile(ends_ptr, block // 2, tiles, after, EXPERTS, _ALONG)
+    expert, first, end = rows_of_tile(ends_ptr, block // 2, tiles, after, EXPERTS, _ALONG)
     rows = first + block % 2 * 64 + tl.arange(0, 64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     inside = columns < C
@@ -323,7 +323,7 @@ def _wgrad_kernel(
     m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    tiles, after = _tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
+    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
     own = tl.arange(0, EXPERTS) == expert
     count = tl.sum(tl.where(own, tiles, 0), 0)
     first = tl.sum(tl.where(own, after, 0), 0) - count
@@ -382,7 +382,7 @@ def product(
             tile.rows,
             tile.columns,
             tile.depth,
-            _SIDE,
+            SIDE,
             k % tile.depth == 0,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -454,7 +454,7 @@ def wgrad_product(dy: TokenCodes, x: TokenCodes, groups: Groups, tile: Tile) -> 
         tile.rows,
         tile.columns,
         tile.depth,
-        _SIDE,
+        SIDE,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OPTIONS,

@@ -270,21 +270,26 @@ def _squares_kernel(
     num_rows,
     num_columns,
     turned_scale_stride,
+    row_blocks,
     column_blocks,
     RAGGED: gl.constexpr,
     MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
 ):
-    """Requantize a tile of an INT8 weight as one 128 x 128 E4M3 group, transposed for DGrad."""
+    """Requantize a tile of an INT8 weight as one 128 x 128 E4M3 group, transposed for DGrad.
+
+    Matrices of `num_rows` rows, in `row_blocks` groups, are stacked along rows.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0])
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
-    rows = block * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    inside = block % row_blocks * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    rows = block // row_blocks * num_rows + inside
     columns = column * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     places = codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
     if RAGGED:
-        mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+        mask = (inside < num_rows)[:, None] & (columns < num_columns)[None, :]
         codes = gl.load(places, mask=mask, other=0)
-        row_scales = gl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)
+        row_scales = gl.load(scales_ptr + rows, mask=inside < num_rows, other=0.0)
     else:
         codes, row_scales = gl.load(places), gl.load(scales_ptr + rows)
     w = codes.to(gl.float32) * row_scales[:, None]
@@ -294,16 +299,17 @@ def _squares_kernel(
     scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, False)
     gl.store(turned_scales_ptr + column * turned_scale_stride + block, scale)
     turned = gl.convert_layout((w * multiplier).to(turned_ptr.dtype.element_ty), tile.TURNED)
-    stride = (num_rows + 127) // 128 * 128 if RAGGED else num_rows
+    stride = gl.num_programs(0) // column_blocks * 128
     tile.store_transposed(turned_ptr, turned, block, column, num_columns, stride)
 
 
-def int8_squares_turned(w: QTensor) -> QTensor:
-    """`precision.int8.int8_squares_turned`."""
-    rows, columns = w.shape
-    q = empty_weight(columns, rows, FORMATS["e4m3"][0], w.codes.device)
-    blocks = cdiv(columns, FP8_BLOCK)
-    _squares_kernel[(cdiv(rows, FP8_BLOCK) * blocks,)](
+def int8_squares_turned(w: QTensor, experts: int = 1) -> QTensor:
+    """`precision.int8.int8_squares_turned` of each of the matrices that are stacked along rows."""
+    rows, columns = w.shape[0] // experts, w.shape[1]
+    row_blocks, blocks = cdiv(rows, FP8_BLOCK), cdiv(columns, FP8_BLOCK)
+    length = rows if experts == 1 else experts * row_blocks * FP8_BLOCK
+    q = empty_weight(columns, length, FORMATS["e4m3"][0], w.codes.device)
+    _squares_kernel[(experts * row_blocks * blocks,)](
         w.codes,
         w.scales,
         q.codes,
@@ -311,6 +317,7 @@ def int8_squares_turned(w: QTensor) -> QTensor:
         rows,
         columns,
         q.scales.stride(0),
+        row_blocks,
         blocks,
         is_ragged(rows) or is_ragged(columns),
         FORMATS["e4m3"][1],

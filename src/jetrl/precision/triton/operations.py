@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from jetrl.precision.triton.add import add_products
 from jetrl.precision.triton.bf16 import bf16_matmul_free
+from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
 from jetrl.precision.triton.float_tiles import bf16_matmul, fp8_matmul
+from jetrl.precision.triton.grouped_fp8 import (
+    fp8_grouped_dgrad,
+    fp8_grouped_gradient,
+    fp8_grouped_matmul,
+    fp8_grouped_wgrad,
+)
+from jetrl.precision.triton.grouped_int8 import int8_grouped_matmul, int8_grouped_wgrad
 from jetrl.precision.triton.int8 import int8_rows, int8_squares_turned, int8_tokens, int8_turned
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.portable_int8 import int8_matmul
