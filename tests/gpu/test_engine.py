@@ -46,7 +46,7 @@ def test_state_moves_as_the_reference_says() -> None:
         getattr(cpu, name).copy_(integers(high, slots))
     cpu.limit.copy_(cpu.position + 1 + integers(3, slots))
     cpu.tables.copy_(integers(10**6, slots, width))
-    cpu.seed.fill_(2**62 + 12345)
+    cpu.seed.copy_(2**62 + 12345 + torch.arange(len(cpu.seed)))
     cpu.stops[:4] = torch.tensor([3, 4, 5, 6])
     gpu = DecodeState(*(getattr(cpu, f).cuda() for f in cpu.__dataclass_fields__))
     which = torch.randperm(slots, generator=generator)[:rows]

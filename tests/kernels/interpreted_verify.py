@@ -42,7 +42,7 @@ def records(slots: int, random: torch.Generator) -> tuple[DecodeState, DraftText
     state.position.copy_(below(LENGTH - 12, slots, low=10))
     state.limit.copy_(state.position + below(12, slots, low=1))
     state.key.copy_(below(2**62, slots))
-    state.seed.fill_(5)
+    state.seed.copy_(5 + 2**40 * torch.arange(len(state.seed)))
     state.tables.copy_(below(100, slots, 4))
     state.token.copy_(below(VOCABULARY, slots))
     state.stops[:2] = torch.tensor([1, 3])
@@ -71,6 +71,7 @@ def differences(case: tuple[int, int, int], device: torch.device) -> tuple[list[
             if tensors and not torch.equal(a, b.cpu()):
                 found.append(f"{case} {type(one).__name__}.{field.name}")
 
+    compare(decode.next_inputs(state, rows, 64), decode_triton.next_inputs(ours, their_rows, 64))
     for longest_only in (True, False):
         expected = draft.propose(text, state, rows, longest_only)
         drafts = decode_triton.propose(their_text, ours, their_rows, longest_only)

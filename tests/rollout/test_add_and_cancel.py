@@ -19,8 +19,8 @@ PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]
 PARAMS = SamplingParams(n=3, max_tokens=20, temperature=0.9, stop_token_ids=(33, 34), seed=6)
 EACH = (
     PARAMS,
-    replace(PARAMS, temperature=0.0, max_tokens=9),
-    replace(PARAMS, top_k=4, top_p=0.8, stop_token_ids=tuple(range(30, 60))),
+    replace(PARAMS, temperature=0.0, max_tokens=9, seed=2**62 + 7),
+    replace(PARAMS, top_k=4, top_p=0.8, stop_token_ids=tuple(range(30, 60)), seed=1),
 )
 AHEAD = [(1, 0), (4, 1)]
 
@@ -119,8 +119,6 @@ def test_what_does_not_go_together_is_refused(policy: Policy) -> None:
     engine.add(group(policy, PROMPTS[0], PARAMS, 0))
     with pytest.raises(UserError, match="KV cache too small"):
         engine.add(group(policy, PROMPTS[1], PARAMS, 3))
-    with pytest.raises(UserError, match="the same seed"):
-        engine.add(group(policy, PROMPTS[0], replace(PARAMS, seed=1), 3))
     engine.finish()
     drafted = RolloutEngine(policy, speculation="text")
     drafted.add(group(policy, PROMPTS[0], PARAMS, 0))
@@ -128,3 +126,40 @@ def test_what_does_not_go_together_is_refused(policy: Policy) -> None:
         drafted.add(group(policy, PROMPTS[0], replace(PARAMS, top_k=3), 3))
     drafted.finish()
     assert len(drafted.generate(PROMPTS[:1], PARAMS)) == 3
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_an_endless_call_keeps_nothing_of_ended_sequences(
+    policy: Policy, expected: list[Any], ahead: tuple[int, int]
+) -> None:
+    engine = engine_of(policy, ahead, max_batch_size=4)
+    for turn in range(4):
+        first = 9 * turn
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(group(policy, prompt, EACH[number], first + 3 * number))
+        cancelled = first + turn
+        if turn:
+            engine.cancel(cancelled)
+            engine.forget(cancelled)
+        found: dict[int, Any] = {}
+        while engine.num_unfinished:
+            for index in engine.step():
+                if index != cancelled or not turn:
+                    found[index - first] = outcome(engine.sequences[index])
+                    engine.forget(index)
+        missing = {turn} if turn else set()
+        assert found == {i: x for i, x in enumerate(expected) if i not in missing}
+        assert engine.pages_in_use == 0
+    assert len(engine.sequences) == 36
+    # Launched ahead, the last draws of a turn are dropped in the next one.
+    assert not any(sequence.generated for sequence in engine.sequences[:27])
+    engine.finish()
+
+
+def test_reserved_pages_do_not_follow_the_first_prompt(policy: Policy) -> None:
+    engine = RolloutEngine(policy, max_batch_size=3, page_size=4)
+    assert engine.reserve() == 3 * 128 // 4
+    engine.add(group(policy, PROMPTS[0], PARAMS, 0))
+    engine.add(group(policy, PROMPTS[1], replace(PARAMS, max_tokens=128), 3))
+    engine.finish()
+    assert engine.reserve() == 96, "the same cache again"

@@ -64,9 +64,8 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 
 def _random_bits(state: DecodeState, slots: Tensor, positions: Tensor) -> Tensor:
     """Return the random bits of tokens at positions, int64 [R], on their device."""
-    seeds = state.seed.expand(len(slots))
     drawn = random_bits(
-        seed=seeds.cpu().numpy(),
+        seed=state.seed[slots].cpu().numpy(),
         sequence=state.key[slots].cpu().numpy(),
         position=positions.cpu().numpy(),
     )

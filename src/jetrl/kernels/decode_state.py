@@ -37,7 +37,7 @@ class DecodeState:
         key: int64 [S], random-number key of the sequence.
         active: int32 [S], 1 for a running sequence, 0 for a free slot or a finished sequence.
         tables: int32 [S, W], KV pages of the sequence, ordered by position.
-        seed: int64 [1], random seed.
+        seed: int64 [S], random seed of the sequence.
         stops: int32 [1 + MAX_STOP_IDS], number of stop ids, then the ids.
     """
 
@@ -62,7 +62,7 @@ class DecodeState:
             key=zeros(slots, dtype=torch.int64),
             active=zeros(slots),
             tables=zeros(slots, width),
-            seed=zeros(1, dtype=torch.int64),
+            seed=zeros(slots, dtype=torch.int64),
             stops=zeros(1 + MAX_STOP_IDS),
         )
 

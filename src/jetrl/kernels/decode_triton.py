@@ -86,7 +86,7 @@ def _inputs_kernel(
 
     # The forward at position p samples the token at p + 1, so its random bits belong to p + 1.
     key = tl.load(key_ptr + slot, mask=active, other=0)
-    seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
+    seed = tl.load(seed_ptr + slot, mask=active, other=0)
     bits = random_bits(seed, key, position.to(tl.int64) + 1)
 
     # The buffers are uninitialized, so inactive rows are written too.
@@ -398,7 +398,7 @@ def _verify_inputs_kernel(
     tl.store(first_ptr + row, first, mask=mask)
 
     key = tl.load(key_ptr + slot, mask=active, other=0)
-    seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
+    seed = tl.load(seed_ptr + slot, mask=active, other=0)
     last = tl.load(token_ptr + slot, mask=active, other=0)
     # The trip count is a launch argument: an unrolled loop would take seconds to compile.
     for j in range(width):

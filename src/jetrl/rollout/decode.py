@@ -451,14 +451,16 @@ class DecodeBatch:
         if arrived:
             # `max_cached_tokens` is also the position of the last possible token.
             arrivals = [
-                (slot, new.generated[-1], start, new.max_cached_tokens, new.key)
+                (slot, new.generated[-1], start, new.max_cached_tokens, new.key, new.params.seed)
                 for slot, new, start in arrived
             ]
-            slots, token_ids, positions, limits, keys = to_device(arrivals, self._device).unbind(1)
+            columns = to_device(arrivals, self._device).unbind(1)
+            slots, token_ids, positions, limits, keys, seeds = columns
             state.token[slots] = token_ids.int()
             state.position[slots] = positions.int()
             state.limit[slots] = limits.int()
             state.key[slots] = keys
+            state.seed[slots] = seeds
             state.active[slots] = 1
         if arrived and self.speculation is not None:
             self.speculation.admit([(slot, new) for slot, new, _ in arrived])
@@ -480,7 +482,6 @@ class DecodeBatch:
         if len(params) > 1:
             params = [sequence.params for sequence in running]
         if params != self._params:
-            self._buffers.state.seed.fill_(params[0].seed)
             self._buffers.sampler.fill(params)
             self._params = params
         # Stop ids of only some rows are left to the host.

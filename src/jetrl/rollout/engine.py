@@ -94,9 +94,8 @@ class Generation:
         scheduler = self.scheduler
         allocator = scheduler.allocator
         # With drafts, the sequence of a row is not known in advance.
-        names = ("seed",) if self.drafts is None else ("seed", "temperature", "top_p", "top_k")
-        alike = attrgetter(*names)
-        first = (scheduler.sequences or group)[0].params
+        alike = attrgetter("temperature", "top_p", "top_k")
+        first = [*scheduler.running, *scheduler.waiting, *group][0].params
         for sequence in group:
             problem = too_small(
                 pages=allocator.num_pages,
@@ -106,10 +105,10 @@ class Generation:
             )
             if problem:
                 raise UserError(problem)
-            if alike(sequence.params) != alike(first):
+            if self.drafts is not None and alike(sequence.params) != alike(first):
                 raise UserError(
-                    "prompts that are sampled together need the same seed, and with speculation "
-                    "the same temperature, top_p and top_k"
+                    "prompts that are sampled together with speculation need the same "
+                    "temperature, top_p and top_k"
                 )
         scheduler.add(group)
 
@@ -305,6 +304,14 @@ class RolloutEngine:
         return () if running is None else running.scheduler.sequences
 
     @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait; 0 between calls."""
+        running = self._running
+        if running is None:
+            return 0
+        return len(running.scheduler.running) + len(running.scheduler.waiting)
+
+    @property
     def pages_in_use(self) -> int:
         """Pages held by sequences; 0 between calls."""
         return 0 if self._running is None else self._running.scheduler.allocator.num_used
@@ -445,7 +452,7 @@ class RolloutEngine:
         The first group determines the cache size, unless the engine has `num_pages`. Sequences have
         their own parameters and stop rules (`inputs.make_groups`), and indices after those of
         earlier groups. Raises UserError if the cache is too small for a sequence, or if sequences
-        differ in seed, or with speculation in temperature, top_p or top_k.
+        differ in temperature, top_p or top_k with speculation.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())
@@ -459,6 +466,19 @@ class RolloutEngine:
     def cancel(self, index: int) -> None:
         """End a running sequence, keeping its tokens, and free its pages."""
         self._running_now.scheduler.cancel(index)
+
+    def forget(self, index: int) -> None:
+        """Free the memory of an ended sequence; its index is not used again before `finish`."""
+        self._running_now.scheduler.forget(index)
+
+    def reserve(self) -> int:
+        """Make a cache for max_batch_size sequences of max_model_len, or what memory has room for.
+
+        Sequences that are added next run in it. Returns its number of pages.
+        """
+        params = SamplingParams(n=self.sizes.now.max_batch_size, max_tokens=self.max_model_len)
+        longest = make_groups(self.policy, [PromptInputs((0,))], params, self.max_model_len)
+        return self._pool.cache_for(longest).num_pages
 
     def finish(self) -> None:
         """Drop all sequences, free their pages, and store their counts in `stats`."""

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from jetrl.memory.pages import CONTEXT_TOKENS
 from jetrl.rollout.pages import PageAllocator, SequencePages
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.stopping import StopRules
+from jetrl.types import PromptInputs
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ class ScheduledStep:
         return [c.length if self.decodes else 1 for c in self.chunks for _ in c.draws]
 
 
+_FORGOTTEN = RunningSequence(
+    -1, PromptInputs((0,)), key=0, rules=StopRules(1), finish_reason="cancelled"
+)
+
+
 class Scheduler:
     """The scheduler of the sequences that run together; `add` takes the samples of a prompt.
 
@@ -126,6 +133,8 @@ class Scheduler:
         self._preempted: list[int] = []
         # Sequences that finished since the last call to `take_ended`.
         self._ended: list[int] = []
+        # Sequences to forget once their pending draws have arrived.
+        self._forgotten: set[int] = set()
         # Steps over prompts whose draws have not arrived.
         self._prompts_pending = 0
 
@@ -255,6 +264,7 @@ class Scheduler:
             self._finish(sequence, sequence.index <= youngest_running)
         if ended:
             self.running = [sequence for sequence in self.running if not sequence.finished]
+        self._drop_forgotten()
         return taken
 
     def reply(self, index: int, token_ids: Sequence[int] | None) -> None:
@@ -276,6 +286,21 @@ class Scheduler:
         self._finish(sequence, running)
         if running:
             self.running.remove(sequence)
+
+    def forget(self, index: int) -> None:
+        """Drop an ended sequence, at once or when its pending draws have arrived.
+
+        A placeholder keeps its index, so that others keep theirs.
+        """
+        assert self.sequences[index].finished, f"sequence {index} runs"
+        self._forgotten.add(index)
+        self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        for index in [i for i in self._forgotten if not self.sequences[i].num_pending]:
+            self._forgotten.remove(index)
+            self.sequences[index] = _FORGOTTEN
+            self._pages.groups[index] = []
 
     def take_ended(self) -> list[int]:
         """Return the sequences that have ended since the last call."""
