@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "train with reinforcement learning, from a recipe or settings",
     "sft": "fine-tune on a task's demonstrations, or train a reward model",
     "sample": "generate completions of prompts",
+    "serve": "answer OpenAI's API over HTTP from a model (needs jetrl[serve])",
     "eval": "evaluate a model on a task: mean@n, pass@k and maj@k",
     "parity": "compare sampler and trainer log-probs bit by bit",
     "compare": "compare runs: settings, rewards, times, and the first step that differs",
@@ -53,7 +54,9 @@ _NO_COMMAND = {
         ("dpo", "kto"), "jetrl has no preference optimization: `jetrl train` is for RL"
     ),
     "rm": "`jetrl sft --task reward` trains a reward model",
-    **dict.fromkeys(("generate", "chat", "infer"), "`jetrl sample` generates text"),
+    **dict.fromkeys(
+        ("generate", "chat", "infer"), "`jetrl sample` generates text, `jetrl serve` over HTTP"
+    ),
 }
 
 # Commands that benchmark jetrl itself, available only in a checkout.

@@ -1,0 +1,326 @@
+"""The source of tokens behind the endpoint: one thread that steps the rollout engine.
+
+The app awaits `TokenSource.submit`, and does not know whose weights draw. `EngineSource` serves a
+policy that does not change. Requests join and leave between two steps:
+
+    submit ─▶ added ─▶ engine thread: add, cancel, step ─▶ pieces, to the event loop ─▶ submit
+
+A draw depends only on (seed, key, position), and a key on the prompt, the sample's number and the
+session. So an answer does not depend on who else asks, or when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.models import chat
+from jetrl.models.policy import Policy
+from jetrl.randomness import derive_seed
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.inputs import encode_prompts, make_groups
+from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.sequence import RunningSequence, sequence_keys
+from jetrl.types import FinishReason, Prompt, PromptInputs, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts to complete params.n times each; choice p * n + s is sample s of prompt p.
+
+    `session` names a rollout. The same request in another session gets other random numbers.
+    """
+
+    prompts: tuple[PromptInputs, ...]
+    params: SamplingParams
+    session: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of a choice; the last piece of a choice has a `finish_reason` and the whole text.
+
+    `version` is that of the weights that drew the tokens.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish_reason: FinishReason | None = None
+    text: str = ""
+
+
+class SourceBusy(Exception):  # noqa: N818  (the state of the source)
+    """The queue has no room for the request; try again later."""
+
+
+class SourceFailed(Exception):  # noqa: N818
+    """The request was dropped, and the message says why."""
+
+
+class TokenSource(Protocol):
+    """Interface of a policy that draws tokens for requests."""
+
+    max_model_len: int
+    max_choices: int
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def encode(self, prompts: Sequence[Sequence[int] | Prompt]) -> tuple[PromptInputs, ...]:
+        """Return the inputs of prompts, in any thread.
+
+        Raises UserError if one has no room for an answer.
+        """
+
+    def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
+        """Yield the pieces of all choices as they are drawn; closing it cancels the request.
+
+        Raises SourceBusy before the first piece, SourceFailed, and UserError for sequences that do
+        not fit.
+        """
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in the engine: `numbers` has the choice of each unfinished sequence."""
+
+    request: Request
+    pieces: asyncio.Queue[list[Piece] | Exception]
+    loop: asyncio.AbstractEventLoop
+    numbers: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    cancelled: bool = False
+
+    def put(self, item: list[Piece] | Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, item)
+
+
+class EngineSource:
+    """A `TokenSource` of one policy.
+
+    Args:
+        max_choices: Completions that run or wait at once; a request beyond them is refused.
+
+    Attributes:
+        engine: Used only by the thread while that runs.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, policy: Policy, max_choices: int, version: int = 0
+    ) -> None:
+        self.engine, self.policy = engine, policy
+        # Of its own, since encoding changes a tokenizer's state while the thread decodes with it.
+        self._encoder = copy.deepcopy(policy.tokenizer)
+        self._encoding = threading.Lock()
+        self.max_model_len, self.max_choices = engine.max_model_len, max_choices
+        self.version = version
+        self.num_choices = 0  # of all requests that have not ended; used by the event loop only
+        self._changed = threading.Condition()
+        self._arrived: list[_Running] = []
+        self._left: list[_Running] = []
+        self._running: list[_Running] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="jetrl-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.policy.tokenizer
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    def encode(self, prompts: Sequence[Sequence[int] | Prompt]) -> tuple[PromptInputs, ...]:
+        policy = self.policy
+        with self._encoding:
+            encoded = [
+                chat.encode_prompt(self._encoder, prompt, plain_text=policy.plain_text)
+                if isinstance(prompt, Prompt)
+                else prompt
+                for prompt in prompts
+            ]
+        return tuple(encode_prompts(policy, encoded, self.max_model_len, None))
+
+    async def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
+        if not self.alive:
+            raise SourceFailed("the server is stopping")
+        if self.num_choices + request.num_choices > self.max_choices:
+            raise SourceBusy(f"{self.num_choices} of {self.max_choices} completions run or wait")
+        running = _Running(request, asyncio.Queue(), asyncio.get_running_loop())
+        self.num_choices += request.num_choices
+        self._notify(self._arrived, running)
+        left = request.num_choices
+        try:
+            while left:
+                item = await running.pieces.get()
+                if isinstance(item, Exception):
+                    left = 0
+                    raise item
+                left -= sum(piece.finish_reason is not None for piece in item)
+                yield item
+        finally:
+            self.num_choices -= request.num_choices
+            if left:
+                self._notify(self._left, running)
+
+    def close(self) -> None:
+        """End the thread; requests that still run are dropped."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _notify(self, where: list[_Running], running: _Running) -> None:
+        with self._changed:
+            where.append(running)
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        """Step the engine while requests run, and wait while there are none."""
+        while True:
+            with self._changed:
+                while not (self._arrived or self._left or self._running or self._closing):
+                    self._changed.wait()
+                arrived, self._arrived = self._arrived, []
+                left, self._left = self._left, []
+                if self._closing:
+                    break
+            for running in left:
+                self._cancel(running)
+            for running in arrived:
+                self._add(running)
+            if self._running:
+                self._step()
+            if not self._running:
+                self._end()
+        self._fail([*self._running, *arrived], SourceFailed("the server is stopping"))
+        self._end()
+
+    def _add(self, running: _Running) -> None:
+        """Give a request to the engine; between two calls, all of its pages are reserved."""
+        if running.cancelled:
+            return
+        request, policy = running.request, self.policy
+        try:
+            if not self._running:
+                self._end()
+                self.engine.reserve()
+            keys = sequence_keys(request.prompts, request.params.n)
+            if request.session:
+                keys = [[derive_seed(request.session, key) for key in row] for row in keys]
+            groups = make_groups(
+                policy,
+                request.prompts,
+                request.params,
+                self.max_model_len,
+                options=GenerateOptions(keys=keys),
+                first=len(self.engine.sequences),
+            )
+            for group in groups:
+                self.engine.add(group)
+                for sequence in group:
+                    running.numbers[sequence.index] = len(running.sent)
+                    running.sent[sequence.index] = 0
+        except Exception as error:  # of this request only; a UserError is the client's
+            self._drop(running)
+            self._report(error)
+            running.put(error if isinstance(error, ValueError) else _failure(error))
+        else:
+            self._running.append(running)
+
+    def _step(self) -> None:
+        """Run a step and send what it drew."""
+        try:
+            self.engine.step()
+        except Exception as error:  # the engine has dropped all sequences
+            self._report(error)
+            self._fail(self._running, _failure(error))
+            self._running = []
+            return
+        for running in list(self._running):
+            pieces = [
+                piece
+                for index in list(running.numbers)
+                if (piece := self._piece(running, self.engine.sequences[index])) is not None
+            ]
+            if pieces:
+                running.put(pieces)
+            if not running.numbers:
+                self._running.remove(running)
+
+    def _piece(self, running: _Running, sequence: RunningSequence) -> Piece | None:
+        """Return what a sequence has drawn since the last piece, and forget it when it ended."""
+        index, sent = sequence.index, running.sent[sequence.index]
+        drawn, ended = len(sequence.generated), sequence.finish_reason is not None
+        if drawn == sent and not ended:
+            return None
+        text = sequence.text
+        if ended and text is None and self.tokenizer is not None:
+            text = chat.decode(self.tokenizer, sequence.generated)
+        piece = Piece(
+            choice=running.numbers[index],
+            token_ids=tuple(sequence.generated[sent:]),
+            logprobs=tuple(sequence.logprobs[sent:]),
+            version=self.version,
+            finish_reason=sequence.finish_reason,
+            text=(text or "") if ended else "",
+        )
+        running.sent[index] = drawn
+        if ended:
+            del running.numbers[index]
+            self.engine.forget(index)
+        return piece
+
+    def _cancel(self, running: _Running) -> None:
+        """Drop a request whose client has left."""
+        running.cancelled = True
+        if running in self._running:
+            self._running.remove(running)
+            self._drop(running)
+
+    def _drop(self, running: _Running) -> None:
+        for index in running.numbers:
+            self.engine.cancel(index)
+            self.engine.forget(index)
+        running.numbers.clear()
+
+    def _end(self) -> None:
+        """Close the engine's call, which frees what it keeps per sequence."""
+        if self.engine.sequences:
+            self.engine.finish()
+
+    def _fail(self, requests: Sequence[_Running], error: Exception) -> None:
+        for running in requests:
+            running.put(error)
+
+    def _report(self, error: Exception) -> None:
+        if not isinstance(error, ValueError):
+            logger.error("requests dropped: %s", error, exc_info=error)
+
+
+def _failure(error: Exception) -> SourceFailed:
+    return SourceFailed(f"the engine dropped its requests: {type(error).__name__}: {error}")

@@ -1,0 +1,92 @@
+"""The text of a completion as it grows, and the tool calls in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jetrl.rollout.stopping import MAX_WINDOW, UNFINISHED_CHARACTER
+
+TOOL_CALL = "<tool_call>"
+_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class TextStream:
+    """The text of tokens in pieces that no later token changes.
+
+    Held back: characters that are not whole yet, the beginning of a stop string, and what follows
+    `until`, which is for the end.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), until: str = ""
+    ) -> None:
+        self._decode, self._stop, self._until = decode, tuple(stop), until
+        self._tokens: list[int] = []
+        # Tokens before `_read` are part of the text; those from `_first` are context of the rest.
+        self._first = self._read = 0
+        self._text = ""
+        self._sent = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+        self._tokens += token_ids
+        context = self._decode(self._tokens[self._first : self._read])
+        window = self._decode(self._tokens[self._first :])
+        unfinished = window.endswith(UNFINISHED_CHARACTER)
+        if unfinished and len(self._tokens) - self._read < MAX_WINDOW:
+            return ""
+        self._text += window[len(context) :]
+        self._first, self._read = self._read, len(self._tokens)
+        if self._until and self._until in self._text[max(0, self._sent - len(self._until)) :]:
+            return self._send(self._text.index(self._until))
+        return self._send(len(self._text) - self._begun())
+
+    def finish(self, text: str) -> str:
+        """Return the rest of the completion's whole text."""
+        self._text = text
+        return self._send(len(text))
+
+    def _begun(self) -> int:
+        """Return the length of the longest end of the text that begins a held string."""
+        held = [string for string in (*self._stop, self._until) if string]
+        longest = max(map(len, held), default=1) - 1
+        for size in range(min(longest, len(self._text)), 0, -1):
+            if any(string.startswith(self._text[-size:]) for string in held):
+                return size
+        return 0
+
+    def _send(self, end: int) -> str:
+        start, self._sent = self._sent, max(self._sent, end)
+        return self._text[start : self._sent]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function; `arguments` is the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+def tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text before the first tool call, and the calls in Hermes's format.
+
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one is not whole, there
+    are no calls, and the text is all of it.
+    """
+    if text.count(TOOL_CALL) != len(found := _CALLS.findall(text)) or not found:
+        return text, []
+    calls = []
+    for written in found:
+        try:
+            call = json.loads(written)
+        except (ValueError, RecursionError):
+            return text, []
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return text, []
+        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
+    return text[: text.index(TOOL_CALL)], calls

@@ -1,0 +1,125 @@
+"""Streams of text, which later tokens do not change, and the tool calls in answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import pytest
+from tests.serve.conftest import Server, serving
+
+from jetrl.models import chat
+from jetrl.models.policy import Policy
+from jetrl.serve.source import Piece, Request
+from jetrl.serve.text import TextStream, tool_calls
+from jetrl.types import Prompt, PromptInputs
+
+CALL = '<tool_call>\n{"name": "warmth", "arguments": {"place": "Zürich"}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "warmth", "parameters": {}}}]
+
+
+def test_pieces_hold_back_what_may_change() -> None:
+    def decode(token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    data = list("ä<b>€ end</st".encode())
+    stream = TextStream(decode, stop=("</stop>", "<bold>"))
+    pieces = [stream.add([byte]) for byte in data]
+    assert pieces == ["", "ä", "", "", "<b>", "", "", "€", " ", "e", "n", "d", "", "", "", ""]
+    assert stream.finish("ä<b>€ end</st") == "</st"
+    cut = TextStream(decode, stop=("</stop>",))
+    assert [cut.add([byte]) for byte in b"a</stop"] == ["a", *[""] * 6]
+    assert cut.finish("a") == ""
+    broken = TextStream(decode)
+    assert [broken.add([byte]) for byte in (0x80, 0x81, 0x41)] == ["", "", "\ufffd\ufffdA"]
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "names"),
+    [
+        ("no call", "no call", []),
+        (f"let me see {CALL}\n{CALL}", "let me see ", ["warmth", "warmth"]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+        *[
+            (text, text, [])
+            for text in (
+                f"{CALL}<tool_call>cut off",
+                "<tool_call>not json</tool_call>",
+                '<tool_call>{"arguments": {}}</tool_call>',
+                '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+                "<tool_call>[]</tool_call>",
+                "<tool_call>" + "[" * 10**5 + "</tool_call>",
+            )
+        ],
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_tool_calls(text: str, before: str, names: list[str]) -> None:
+    found, calls = tool_calls(text)
+    assert (found, [call.name for call in calls]) == (before, names)
+
+
+class Script:
+    """A source that says one text, which shows that the app needs no engine."""
+
+    max_model_len, max_choices, version, alive = 256, 8, 3, True
+
+    def __init__(self, policy: Policy, text: str) -> None:
+        self.tokenizer, self.text = policy.tokenizer, text
+
+    def encode(self, prompts: Sequence[Any]) -> tuple[PromptInputs, ...]:
+        assert all(isinstance(prompt, Prompt) for prompt in prompts)
+        return tuple(chat.encode_prompt(self.tokenizer, prompt) for prompt in prompts)
+
+    async def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
+        assert self.tokenizer is not None
+        token_ids = self.tokenizer.encode(self.text)
+        for token_id in token_ids[:-1]:
+            yield [Piece(0, (token_id,), (-1.0,), version=3)]
+            await asyncio.sleep(0)
+        yield [Piece(0, (token_ids[-1],), (-1.0,), 3, "stop", self.text)]
+
+
+@pytest.fixture(params=[f"I look. {CALL}", f"{CALL}\n{CALL}", "I look. <tool_call>broken", "Hm <t"])
+def scripted(request: pytest.FixtureRequest, policy: Policy) -> Iterator[tuple[Server, str]]:
+    with serving(Script(policy, request.param)) as server:
+        yield server, request.param
+
+
+def test_tool_calls_of_answers(scripted: tuple[Server, str]) -> None:
+    server, text = scripted
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "How warm?"}]}
+    complete = server.openai.chat.completions.create
+    plain = complete(**body).choices[0]
+    assert (plain.message.content, plain.finish_reason) == (text, "stop")
+    assert not plain.message.tool_calls
+    choice = complete(**body, tools=TOOLS).choices[0]
+    before, calls = tool_calls(text)
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    assert (choice.message.content or "") == before
+    found = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    assert found == [(call.name, call.arguments) for call in calls]
+    said, streamed, reason = "", [], None
+    for chunk in complete(**body, tools=TOOLS, stream=True):
+        delta = chunk.choices[0].delta
+        said += delta.content or ""
+        streamed += [
+            (c.index, c.function.name, c.function.arguments) for c in delta.tool_calls or []
+        ]
+        reason = chunk.choices[0].finish_reason or reason
+    assert (said, reason) == (before, choice.finish_reason)
+    assert streamed == [(i, call.name, call.arguments) for i, call in enumerate(calls)]
+    assert all(json.loads(call.arguments) == {"place": "Zürich"} for call in calls)
+
+
+def test_an_agent_answers_with_a_tools_result(server: Server) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "warmth", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "21"},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 2}
+    assert server.json("/v1/chat/completions", body)["usage"]["completion_tokens"] == 2
