@@ -4,9 +4,9 @@
 
 BF16 products are torch's, with FP32 results for FProp and WGrad. `int8x2` runs as in training, in
 chunks of `rows_per_chunk`, from ready operands of FProp; DGrad and WGrad include the quantization
-of dY. `teraops` counts the INT8 products: two for FProp and DGrad, three for WGrad. `X` quantizes
-hidden rows. Kernels are compared with the references before the timing. Allow five minutes on a
-GPU, most of them for compiling.
+of dY. `teraops` counts the INT8 products: two for DGrad, three for FProp and WGrad. `X` quantizes
+hidden rows, `W` the weight. Kernels are compared with the references before the timing. Allow five
+minutes on a GPU, most of them for compiling.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from jetrl.precision import int8_planes
 from jetrl.precision.backend import selected_backend
 from jetrl.precision.gemm import free_matmul
 from jetrl.precision.gradients import matmul_product
-from jetrl.precision.int8 import int8_rows
 from jetrl.precision.int8_planes import (
     add_planes_wgrad,
     planes_dgrad,
     planes_fprop,
-    planes_of_hidden,
+    planes_of_rows,
     rows_per_chunk,
 )
 
-PRODUCTS = {"fprop": 2, "dgrad": 2, "wgrad": 3}
+PRODUCTS = {"fprop": 3, "dgrad": 2, "wgrad": 3}
 CHECKED = (100, 1024, 5001)  # rows, hidden size, vocabulary
 
 Call = Callable[[], Any]
@@ -59,11 +58,11 @@ def bf16_calls(hidden: Tensor, dy: Tensor, weight: Tensor, total: Tensor) -> dic
 
 
 def integer_calls(hidden: Tensor, dy: Tensor, weight: Tensor, total: Tensor) -> dict[str, Call]:
-    """Return the same products in `int8x2`, and the quantization of hidden rows."""
-    w = int8_rows(weight)
+    """Return the same products in `int8x2`, and the quantization of hidden rows and weight."""
+    w = planes_of_rows(weight)
     size = rows_per_chunk(len(weight))
     rows, gradients = hidden.split(size), dy.split(size)
-    entered = [planes_of_hidden(chunk) for chunk in rows]
+    entered = [planes_of_rows(chunk) for chunk in rows]
 
     def add_wgrad() -> None:
         for x, gradient in zip(entered, gradients, strict=True):
@@ -73,7 +72,8 @@ def integer_calls(hidden: Tensor, dy: Tensor, weight: Tensor, total: Tensor) -> 
         "fprop": lambda: [planes_fprop(x, w) for x in entered],
         "dgrad": lambda: [planes_dgrad(gradient, w) for gradient in gradients],
         "wgrad": add_wgrad,
-        "X": lambda: [planes_of_hidden(chunk) for chunk in rows],
+        "X": lambda: [planes_of_rows(chunk) for chunk in rows],
+        "W": lambda: planes_of_rows(weight, w),
     }
 
 
@@ -81,7 +81,7 @@ def different(args: argparse.Namespace) -> int:
     """Count elements in which the kernels of `int8x2` differ from their references."""
     with selected_backend(defined=True):
         hidden, dy, weight = operands(*CHECKED, args.device)
-        w, x = int8_rows(weight), planes_of_hidden(hidden)
+        w, x = planes_of_rows(weight), planes_of_rows(hidden)
         dw, expected = torch.zeros_like(weight), torch.zeros_like(weight)
         add_planes_wgrad(dw, dy, x)
         int8_planes.add_planes_wgrad_ref(expected, dy, x)
@@ -89,6 +89,7 @@ def different(args: argparse.Namespace) -> int:
             (planes_fprop(x, w), int8_planes.planes_fprop_ref(x, w)),
             (planes_dgrad(dy, w), int8_planes.planes_dgrad_ref(dy, w)),
             (dw, expected),
+            *zip(w.tensors(), int8_planes.planes_of_rows_ref(weight).tensors(), strict=True),
         ]
         return sum(int((found != true).sum()) for found, true in pairs)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision import int8_planes as reference
-from jetrl.precision.quantize import INT8_CODES, QTensor, codes_as_float64, quantize, rotate
+from jetrl.precision.quantize import INT8_CODES, Planes, QTensor, codes_as_float64, quantize, rotate
 
 pytestmark = pytest.mark.gpu
 portable_int8 = pytest.importorskip("jetrl.precision.triton.portable_int8")
@@ -106,9 +106,18 @@ def test_a_graph_captures_products(m: int) -> None:
     check(f"{m} rows, replayed", made, product(other, b, torch.bfloat16))
 
 
-def head_tensors(rows: int, width: int, vocabulary: int) -> tuple[Tensor, QTensor, Tensor]:
+def checked_planes(case: str, values: Tensor) -> Planes:
+    """Return the planes of rows, after a comparison with those of the kernel."""
+    planes, made = reference.planes_of_rows_ref(values), int8_planes.planes_of_rows(values)
+    for part, true in zip(made.tensors(), planes.tensors(), strict=True):
+        check(case, part, true)
+    return planes
+
+
+def head_tensors(rows: int, width: int, vocabulary: int) -> tuple[Tensor, Planes, Tensor]:
     """Hidden rows, weight and dY, with zero, tiny, outlying and non-finite rows."""
-    hidden, weight = random(rows, width).bfloat16(), int8_rows(random(vocabulary, width, seed=1))
+    hidden, master = random(rows, width).bfloat16(), random(vocabulary, width, seed=1)
+    weight = checked_planes(f"weight {vocabulary} x {width}", master)
     dy = random(rows, vocabulary, seed=2) * 1e-6
     hidden[:, 3] *= 50
     if rows > 8:
@@ -123,9 +132,7 @@ def head_tensors(rows: int, width: int, vocabulary: int) -> tuple[Tensor, QTenso
 def test_the_head_has_the_references_bits(rows: int, width: int, vocabulary: int) -> None:
     case = f"{rows} x {width} x {vocabulary}"
     hidden, w, dy = head_tensors(rows, width, vocabulary)
-    x, made = reference.planes_of_hidden_ref(hidden), int8_planes.planes_of_hidden(hidden)
-    for part in ("high", "low", "scales"):
-        check(f"{part} of hidden rows, {case}", getattr(made, part), getattr(x, part))
+    x = checked_planes(f"hidden rows, {case}", hidden)
     check(f"fprop {case}", int8_planes.planes_fprop(x, w), reference.planes_fprop_ref(x, w))
     check(f"dgrad {case}", int8_planes.planes_dgrad(dy, w), reference.planes_dgrad_ref(dy, w))
     total, expected = (random(vocabulary, width, seed=3) * 1e-6 for _ in range(2))
@@ -139,7 +146,7 @@ def test_slabs_and_tiles_of_other_gpus_change_no_bit(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, w, dy = head_tensors(100, 320, 5001)
-    x, dx = reference.planes_of_hidden_ref(hidden), reference.planes_dgrad_ref(dy, w)
+    x, dx = reference.planes_of_rows_ref(hidden), reference.planes_dgrad_ref(dy, w)
     logits, expected = reference.planes_fprop_ref(x, w), torch.zeros(5001, 320, device="cuda")
     reference.add_planes_wgrad_ref(expected, dy, x)
     monkeypatch.setattr(int8_planes, "memory_class", lambda device: memory)
@@ -154,10 +161,11 @@ def test_slabs_and_tiles_of_other_gpus_change_no_bit(
 def test_largest_codes() -> None:
     """Sums of the largest codes of both planes, over as many rows as a chunk may have."""
     hidden = torch.full((65536, 64), -7.5, device="cuda").bfloat16()
-    w, dy = int8_rows(torch.full((700, 64), 2.0, device="cuda")), torch.full((65536, 700), 3.0)
-    dy, x = dy.cuda(), reference.planes_of_hidden_ref(hidden)
-    x.high.fill_(127)
-    x.low.fill_(-128)
+    dy, x = torch.full((65536, 700), 3.0).cuda(), reference.planes_of_rows_ref(hidden)
+    w = reference.planes_of_rows_ref(torch.full((700, 64), 2.0, device="cuda"))
+    for operand in (x, w):
+        operand.high.fill_(127)
+        operand.low.fill_(-128)
     check("fprop", int8_planes.planes_fprop(x, w), reference.planes_fprop_ref(x, w))
     check("dgrad", int8_planes.planes_dgrad(dy, w), reference.planes_dgrad_ref(dy, w))
     total, expected = (torch.zeros(700, 64, device="cuda") for _ in range(2))
@@ -168,7 +176,7 @@ def test_largest_codes() -> None:
 
 def test_dispatch_reaches_kernels_on_a_gpu() -> None:
     hidden, w, dy = head_tensors(20, 192, 1333)
-    x = reference.planes_of_hidden(hidden)
+    x = reference.planes_of_rows(hidden)
     check("fprop", reference.planes_fprop(x, w), reference.planes_fprop_ref(x, w))
     check("dgrad", reference.planes_dgrad(dy, w), reference.planes_dgrad_ref(dy, w))
     total, expected = (torch.zeros(1333, 192, device="cuda") for _ in range(2))

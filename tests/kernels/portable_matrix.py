@@ -324,21 +324,22 @@ def experts() -> None:
 
 
 def planes_head() -> None:
-    from jetrl.precision.quantize import empty_int8_rows
+    from jetrl.precision.quantize import Planes
     from jetrl.precision.triton.int8_planes import (
         add_planes_wgrad,
         planes_dgrad,
         planes_fprop,
-        planes_of_hidden,
+        planes_of_rows,
     )
 
     vocabulary, width = VOCABULARY, 1024
-    weight, x = empty_int8_rows(vocabulary, width, META), empty(1728, width)
-    for rows in (1, 1728):
-        planes_fprop(planes_of_hidden(x[:rows]), weight)
+    weight, x = Planes.empty(vocabulary, width, META), empty(1728, width)
+    planes_of_rows(floats(vocabulary, width), weight)
+    for rows in (1, 32, 64, 1728):  # one for each size of tiles
+        planes_fprop(planes_of_rows(x[:rows]), weight)
     dlogits = floats(1728, vocabulary)
     planes_dgrad(dlogits, weight)
-    add_planes_wgrad(floats(vocabulary, width), dlogits, planes_of_hidden(x))
+    add_planes_wgrad(floats(vocabulary, width), dlogits, planes_of_rows(x))
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -48,7 +48,7 @@ UNDEFINED = {
 }
 # What only these plans ask for.
 DEFINED = {
-    *("planes_of_hidden", "planes_fprop", "planes_dgrad", "add_planes_wgrad"),
+    *("planes_of_rows", "planes_fprop", "planes_dgrad", "add_planes_wgrad"),
     *("exact_logprobs", "exact_logits_gradient", "sum_of_rows"),
 }
 

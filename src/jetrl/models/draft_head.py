@@ -34,7 +34,7 @@ from torch.nn.functional import linear, rms_norm
 from jetrl.models.block import DenseShape
 from jetrl.models.dense import dense_mlp
 from jetrl.models.policy import Policy
-from jetrl.precision.quantize import QTensor, dequantize
+from jetrl.precision.quantize import Planes, QTensor, dequantize
 
 KNOWN_TOKENS = 16384  # the maximum W: 128 MiB to read per drafted token at a hidden size of 4,096
 _EPS = 1e-6
@@ -113,6 +113,8 @@ class DraftHead:
 def _head_rows(policy: Policy, token_ids: Tensor) -> Tensor:
     """Return the rows of the policy's output head, as the sampler reads it, for some tokens."""
     weight = policy.decoder.lm_head.operand("rollout")
+    if isinstance(weight, Planes):
+        return dequantize(weight.rows(token_ids))
     if isinstance(weight, QTensor):
         codes = weight.codes.view(torch.uint8)[token_ids].view(weight.codes.dtype)
         rows, columns = weight.block

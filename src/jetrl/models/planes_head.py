@@ -22,31 +22,31 @@ from jetrl.precision.int8_planes import (
     add_planes_wgrad,
     planes_dgrad,
     planes_fprop,
-    planes_of_hidden,
+    planes_of_rows,
     rows_per_chunk,
 )
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize import Planes
 
 
 class PlanesHead(Linear):
-    """A head that multiplies hidden rows in two INT8 planes by an INT8 weight [V, D].
+    """A head that multiplies hidden rows by a weight [V, D], both in two INT8 planes.
 
     `forward` has no gradient: training calls `head_logprobs`.
     """
 
-    def codes(self, side: Side) -> QTensor:
-        """Return the weight's codes on one side."""
+    def planes(self, side: Side) -> Planes:
+        """Return the weight on one side."""
         weight = self.operand(side)
-        assert isinstance(weight, QTensor), "the weight is INT8 codes"
+        assert isinstance(weight, Planes), "the weight is in two planes"
         return weight
 
     @torch.no_grad()
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
         """Return the logits, float32 [R, V], of hidden rows, bfloat16 [R, D]."""
         assert isinstance(x, Tensor), "a head reads the final norm's output"
-        return planes_fprop(planes_of_hidden(x), self.codes(side))
+        return planes_fprop(planes_of_rows(x), self.planes(side))
 
 
 def head_logprobs(
@@ -86,7 +86,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, chosen, temperature)
         ctx.head, ctx.master = head, master
         # A row's bits do not depend on the others, so memory may choose the rows at once.
-        size = max(1, backend_of(hidden).logits_at_once // len(head.codes("train").codes))
+        size = max(1, backend_of(hidden).logits_at_once // head.planes("train").shape[0])
         parts = [
             exact_logprobs(logits(rows), ids, divisors)
             for rows, ids, divisors in zip(
@@ -100,15 +100,15 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, chosen, temperature = ctx.saved_tensors
-        weight = ctx.head.codes("train")
+        weight = ctx.head.planes("train")
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = returned = None
         if ctx.needs_input_grad[1]:
             total, returned = ctx.head.gradients.buffer(ctx.master)
-        size = rows_per_chunk(len(weight.codes))
+        size = rows_per_chunk(weight.shape[0])
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            x = planes_of_hidden(hidden[rows])
+            x = planes_of_rows(hidden[rows])
             dlogits = exact_logits_gradient(
                 planes_fprop(x, weight), chosen[rows], temperature[rows], grads[0][rows]
             )

@@ -238,7 +238,7 @@ class Weights:
         }
 
     def scales(self) -> dict[str, Tensor]:
-        """Return the float32 scales of each FP8 weight by its layer's name."""
+        """Return the float32 scales of each weight in codes by its layer's name."""
         return {
             layer: scales
             for layer, weight in self._quantized.items()

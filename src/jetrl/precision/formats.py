@@ -30,6 +30,7 @@ from jetrl.precision.int8 import (
     int8_tokens,
     int8_turned,
 )
+from jetrl.precision.int8_planes import planes_of_rows
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order, nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.quantize import (
@@ -39,6 +40,7 @@ from jetrl.precision.quantize import (
     ROTATION,
     CodeFormat,
     FP8Format,
+    Planes,
     QTensor,
     dequantize,
     empty_int8_rows,
@@ -46,7 +48,8 @@ from jetrl.precision.quantize import (
 )
 from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule
 
-StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
+# FP8 in 128 x 128 groups, INT8 rows, rows in two INT8 planes, NVFP4, or BF16.
+StoredWeight = QTensor | Planes | NVFP4Weight | Tensor
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes, or BF16 values
 
 
@@ -79,8 +82,8 @@ class Format:
         has_rule: Whether `PrecisionPlan.scales` sets the format of scales.
         reads_masters: Whether forwards read the master weights.
         frozen: Whether the format is only for frozen weights.
-        two_planes: Whether the format is only for lm_head, with hidden rows in two INT8 planes
-            (`precision.int8_planes`).
+        two_planes: Whether the format is only for lm_head, with weight and hidden rows in two INT8
+            planes (`precision.int8_planes`).
     """
 
     name: str
@@ -256,8 +259,8 @@ class _INT8(_Codes):
         return fp8_matmul(rows, int8_squares_turned(weight))  # an FP8 backward
 
 
-class _INT8TwoPlanes(_INT8):
-    """lm_head: an INT8 weight, and hidden rows in two INT8 planes (`precision.int8_planes`).
+class _INT8TwoPlanes(_Codes):
+    """lm_head: weight and hidden rows in two INT8 planes (`precision.int8_planes`).
 
     Its dtype is that of a value in two planes. The vocabulary may have any size.
     """
@@ -265,15 +268,21 @@ class _INT8TwoPlanes(_INT8):
     two_planes = True
 
     def described_head(self, scales: ScaleRule) -> str:
-        return "INT8, rotated, one scale per row; hidden rows in two INT8 planes"
+        return "15 bits in two INT8 planes, rotated, one scale per row; hidden rows too"
 
-    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> QTensor:
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        return 2 * math.prod(shape) + 4 * shape[0]
+
+    def empty(self, shape: Sequence[int], master: Tensor) -> Planes:
+        return Planes.empty(shape[0], shape[1], master.device)
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> Planes:
         if weight.shape[-1] % ROTATION:
             raise UserError(
                 f"precision.lm_head = {self.name} needs a hidden size that is a multiple of "
                 f"{ROTATION}, not {weight.shape[-1]}; use precision.preset=bf16"
             )
-        return super().round(weight, scales, into)
+        return planes_of_rows(weight, into if isinstance(into, Planes) else None)
 
 
 class _NVFP4(Format):
@@ -338,6 +347,8 @@ def format_of(weight: StoredWeight) -> Format:
     """
     if isinstance(weight, QTensor):
         return INT8 if weight.codes.dtype == INT8.dtype else FP8
+    if isinstance(weight, Planes):
+        return INT8_TWO_PLANES
     if isinstance(weight, NVFP4Weight):
         return NVFP4
     named: Format = getattr(weight, "number_format", BF16)

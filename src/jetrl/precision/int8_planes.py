@@ -1,21 +1,21 @@
-"""The products of an output head in `int8x2`: hidden rows and dY in two INT8 planes.
+"""The products of an output head in `int8x2`: its weight, hidden rows and dY in two INT8 planes.
 
-The weight is stored as that of an INT8 linear layer (`precision.int8`): rotated rows w with a scale
-s_w each. Hidden rows and dY have 15 bits, as two INT8 planes, so that each product is two INT8
-products or more, with integer sums that are exact in any order, on any device. Operation by
-operation, in float32, each operation rounded:
+Weight, hidden rows and dY have 15 bits, as two INT8 planes with a scale per row, so that a product
+is two or three INT8 products, with integer sums that are exact in any order, on any device.
+Operation by operation, in float32, each operation rounded:
 
     planes(x), a row of K values:
         a    = max(max |x|, 2**-100),  s = a / 32512,  r = 32512 / a
         code = rint(min(max(x * r, -32512), 32512)), ties to even; 0 for NaN
         high = (code + 128) >> 8,  low = code - 256 * high        INT8: -127..127, -128..127
 
+    Weight  (c_w, s_w) = planes(rotate(w)) per token of the vocabulary, along D
     FProp   (c_x, s_x) = planes(rotate(x)) per hidden row, along D
-            S = 256 * sum(high * w) + sum(low * w)                over D
-            y = (float32(S) * s_x) * s_w
+            S = 65536 * sum(high_x * high_w) + 256 * (sum(high_x * low_w) + sum(low_x * high_w))
+            y = (float32(S) * s_w) * s_x
     DGrad   t = 0;  for each block of 512 tokens of the vocabulary, in order (the last is smaller):
-                (c, s) = planes(dy * s_w) per hidden row, along the block
-                S = 256 * sum(high * w) + sum(low * w)            over the block
+                (c, s) = planes(dy * (256 * s_w)) per hidden row, along the block
+                S = 256 * sum(high * high_w) + sum(low * high_w)  over the block
                 t = t + float32(S) * s
             dx = bfloat16(rotate(t))                              along D
     WGrad   (c, s) = planes(dy * s_x) per token of the vocabulary, along the rows of a chunk
@@ -23,10 +23,12 @@ operation, in float32, each operation rounded:
             dw = dw + rotate(float32(S) * s)                      along D; chunks in order
 
 Sums of products are int32; S of DGrad is int32 too, the others int64, so all are exact, and
-float32(S) is one rounding. A non-finite value makes the scale of its row
-NaN or infinite, and the row's results NaN. The scales of w and of hidden rows are folded into dY,
-so backward reads the codes of forward: neither is quantized again. The products of both low planes
-would change WGrad by less than dY's own rounding, and are left out.
+float32(S) is one rounding. D and the rows of a chunk are at most 65,536. A non-finite value makes
+the scale of its row NaN or infinite, and the row's results NaN. The scales of w and of hidden rows
+are folded into dY, so backward reads the codes of forward: neither is quantized again. DGrad reads
+the high plane of w only, which is w in INT8: it needs no more bits than the linear layers before
+it. The products of both low planes are left out: they would change FProp by about as much as the
+rounding of its operands does, WGrad by less.
 
 DGrad has a scale per block because rows of W share a large common vector, which cancels in the true
 product: dY sums to 0 over V. With one scale per row of dY, codes of the many small probabilities
@@ -46,7 +48,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.quantize import AMAX_FLOOR, Planes, QTensor, codes_as_float64, rotate
+from jetrl.precision.quantize import AMAX_FLOOR, Planes, codes_as_float64, rotate
 
 _MAXIMUM = 32512.0  # 127 * 256, so that the high plane fits in INT8
 _MOST_ROWS = 65536  # an int32 sum of low * high + high * low is below 2**31
@@ -71,21 +73,24 @@ def planes(x: Tensor) -> Planes:
     return Planes(high.to(torch.int8), (codes - 256 * high).to(torch.int8), amax / top)
 
 
-def planes_of_hidden(x: Tensor) -> Planes:
-    """Return hidden rows [R, D], bfloat16, rotated and in two planes. D is a multiple of 64."""
+def planes_of_rows(x: Tensor, out: Planes | None = None) -> Planes:
+    """Return rows [M, K], bfloat16 or float32, rotated and in two planes. K is a multiple of 64.
+
+    The result is written to `out` if given.
+    """
     if (arithmetic := arithmetic_of(x)) is not None:
-        return arithmetic.planes_of_hidden(x)
-    return planes_of_hidden_ref(x)
+        return arithmetic.planes_of_rows(x, out)
+    return planes_of_rows_ref(x, out)
 
 
-def planes_fprop(x: Planes, w: QTensor) -> Tensor:
+def planes_fprop(x: Planes, w: Planes) -> Tensor:
     """Return the logits, float32 [R, V], of hidden rows [R, D] and the weight [V, D]."""
     if (arithmetic := arithmetic_of(x.high)) is not None:
         return arithmetic.planes_fprop(x, w)
     return planes_fprop_ref(x, w)
 
 
-def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
+def planes_dgrad(dy: Tensor, w: Planes) -> Tensor:
     """Return dX, bfloat16 [R, D], of the logits' gradient, float32 [R, V]."""
     if (arithmetic := arithmetic_of(dy)) is not None:
         return arithmetic.planes_dgrad(dy, w)
@@ -104,38 +109,48 @@ def add_planes_wgrad(total: Tensor, dy: Tensor, x: Planes) -> None:
         add_planes_wgrad_ref(total, dy, x)
 
 
-def planes_of_hidden_ref(x: Tensor) -> Planes:
-    """`planes_of_hidden` in plain PyTorch."""
-    return planes(rotate(x))
-
-
-def planes_fprop_ref(x: Planes, w: QTensor) -> Tensor:
-    """`planes_fprop` in plain PyTorch."""
-    codes, out = x.codes(), x.scales.new_empty(len(x.high), w.shape[0])
-    for piece in _slices(w.shape[0], _TOKENS):
-        sums = codes @ codes_as_float64(w.codes[piece]).mT  # below 2**53: exact
-        out[:, piece] = sums.float() * x.scales * w.scales[piece].mT
+def planes_of_rows_ref(x: Tensor, out: Planes | None = None) -> Planes:
+    """`planes_of_rows` in plain PyTorch."""
+    out = Planes.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    for piece in _slices(len(x), _TOKENS):
+        made = planes(rotate(x[piece]))
+        for part, values in zip(out.tensors(), made.tensors(), strict=True):
+            part[piece] = values
     return out
 
 
-def planes_dgrad_ref(dy: Tensor, w: QTensor) -> Tensor:
+def planes_fprop_ref(x: Planes, w: Planes) -> Tensor:
+    """`planes_fprop` in plain PyTorch."""
+    out = x.scales.new_empty(x.shape[0], w.shape[0])
+    for piece in _slices(w.shape[0], _TOKENS):
+        part = w.rows(piece)
+        out[:, piece] = _three_products(x, part) * part.scales.mT * x.scales
+    return out
+
+
+def planes_dgrad_ref(dy: Tensor, w: Planes) -> Tensor:
     """`planes_dgrad` in plain PyTorch."""
     total = dy.new_zeros(len(dy), w.shape[1])
     for block in _slices(w.shape[0], _BLOCK):
-        made = planes(dy[:, block] * w.scales[block].mT)
-        sums = made.codes() @ codes_as_float64(w.codes[block])
+        made = planes(dy[:, block] * (256.0 * w.scales[block]).mT)
+        sums = made.codes() @ codes_as_float64(w.high[block])  # below 2**53: exact
         total += sums.float() * made.scales
     return rotate(total).bfloat16()
 
 
 def add_planes_wgrad_ref(total: Tensor, dy: Tensor, x: Planes) -> None:
     """`add_planes_wgrad` in plain PyTorch."""
-    x_codes, x_low = x.codes(), codes_as_float64(x.low)
+    turned = Planes(x.high.mT, x.low.mT, x.scales)
     for piece in _slices(len(total), _TOKENS):
         made = planes((dy[:, piece] * x.scales).mT.contiguous())
-        # All four products, less the one of both low planes.
-        sums = made.codes() @ x_codes - codes_as_float64(made.low) @ x_low
-        total[piece] += rotate(sums.float() * made.scales)
+        total[piece] += rotate(_three_products(made, turned) * made.scales)
+
+
+def _three_products(a: Planes, b: Planes) -> Tensor:
+    """Return S, float32 [M, N], of integers [M, K] and [N, K]: without low * low."""
+    high, low = codes_as_float64(b.high).mT, codes_as_float64(b.low).mT
+    # Below 2**53, so exact.
+    return (256.0 * (a.codes() @ high + codes_as_float64(a.high) @ low)).float()
 
 
 def _slices(vocabulary: int, size: int) -> Iterator[slice]:

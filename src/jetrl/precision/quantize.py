@@ -94,6 +94,24 @@ class Planes:
     low: Tensor
     scales: Tensor
 
+    @staticmethod
+    def empty(rows: int, k: int, device: torch.device) -> Planes:
+        """Return uninitialized integers [rows, K]."""
+        high, low = (torch.empty(rows, k, dtype=torch.int8, device=device) for _ in range(2))
+        return Planes(high, low, torch.empty(rows, 1, device=device))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a plane."""
+        return self.high.shape
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.high, self.low, self.scales
+
+    def rows(self, which: slice | Tensor) -> Planes:
+        """Return some rows, by a slice or by indices; those of a slice are views."""
+        return Planes(self.high[which], self.low[which], self.scales[which])
+
     def codes(self) -> Tensor:
         """Return the integers as float64 [M, K]."""
         return 256.0 * codes_as_float64(self.high) + codes_as_float64(self.low)
@@ -139,8 +157,10 @@ def quantize(
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
 
 
-def dequantize(q: QTensor) -> Tensor:
+def dequantize(q: QTensor | Planes) -> Tensor:
     """Return float32 [..., M, K]: each code times its group's scale, and rotated back."""
+    if isinstance(q, Planes):
+        return rotate(q.codes().float() * q.scales)
     groups = _group(q.codes.float(), q.block)
     values = groups * q.scales[..., :, None, :, None]
     values = values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]

@@ -24,11 +24,13 @@ from jetrl.precision.formats import FP8, FP32, NVFP4, Format, Rounding, StoredWe
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import Side
-from jetrl.precision.quantize import QTensor, dithered_bf16
+from jetrl.precision.quantize import Planes, QTensor, dithered_bf16
 
 
 def operand_tensors(weight: StoredWeight) -> list[Tensor]:
     """Return the tensors of a quantized weight: codes and scales, or the weight itself."""
+    if isinstance(weight, Planes):
+        return list(weight.tensors())
     if isinstance(weight, QTensor | NVFP4Weight):
         return [weight.codes, weight.scales]
     return [weight]
@@ -113,13 +115,14 @@ class QuantizedWeight:
             if isinstance(weight, QTensor):
                 gather_rows(_with_padding(weight.codes), self.shard.counts())
                 gather_rows(_with_padding(weight.scales), self.shard.counts(weight.block[0]))
-            else:
-                assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
-                gather_rows(weight, self.shard.counts())
+                continue
+            assert isinstance(weight, Tensor | Planes), "a weight in NVFP4 is whole on every rank"
+            for part in operand_tensors(weight):
+                gather_rows(part, self.shard.counts())
 
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of this weight's roundings to codes."""
-        return [w.scales for w in self._stored.values() if isinstance(w, QTensor)]
+        return [w.scales for w in self._stored.values() if isinstance(w, QTensor | Planes)]
 
     def tensors(self) -> list[Tensor]:
         return [t for weight in self._stored.values() for t in operand_tensors(weight)]
@@ -127,7 +130,11 @@ class QuantizedWeight:
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that forwards read by `moved(tensor)`."""
         for rounding, weight in self._stored.items():
-            if isinstance(weight, QTensor | NVFP4Weight):
+            if isinstance(weight, Planes):
+                self._stored[rounding] = Planes(
+                    moved(weight.high), moved(weight.low), moved(weight.scales)
+                )
+            elif isinstance(weight, QTensor | NVFP4Weight):
                 codes, scales = moved(weight.codes), moved(weight.scales)
                 self._stored[rounding] = replace(weight, codes=codes, scales=scales)
             else:
@@ -173,6 +180,8 @@ def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     """Return a view of the rows of a quantized weight that this rank owns."""
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
+    if isinstance(whole, Planes):
+        return whole.rows(shard.own_rows)
     assert isinstance(whole, QTensor), "a weight in NVFP4 is whole on every rank"
     first, end = (-(-row // whole.block[0]) for row in (shard.first_row, shard.own_rows.stop))
     return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[first:end])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.int8_planes import planes, planes_of_hidden
+from jetrl.precision.int8_planes import planes, planes_of_rows
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 from jetrl.precision.quantize import rotate
@@ -52,7 +52,7 @@ class _RouterProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.master, ctx.gradients = master, gradients
-        of_x, of_w = planes_of_hidden(x), planes_of_hidden(weight)
+        of_x, of_w = planes_of_rows(x), planes_of_rows(weight)
         sums = of_x.codes() @ of_w.codes().mT
         return (sums.float() * of_x.scales * of_w.scales.mT).to(x.dtype)
 
@@ -61,12 +61,12 @@ class _RouterProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dlogits, dx, returned = grads[0].float(), None, None
         if ctx.needs_input_grad[0]:
-            of_w = planes_of_hidden(weight)
+            of_w = planes_of_rows(weight)
             made = planes(dlogits * of_w.scales.mT)
             dx = rotate((made.codes() @ of_w.codes()).float() * made.scales).to(x.dtype)
         if ctx.needs_input_grad[1]:
             total, returned = ctx.gradients.buffer(ctx.master)
-            of_x = planes_of_hidden(x)
+            of_x = planes_of_rows(x)
             for start in range(0, len(x), _CHUNK_TOKENS):
                 rows = slice(start, start + _CHUNK_TOKENS)
                 made = planes((dlogits[rows] * of_x.scales[rows]).mT.contiguous())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
-HeadFormat = Literal[Format, "int8x2"]  # lm_head; int8x2: hidden rows in two INT8 planes
+HeadFormat = Literal[Format, "int8x2"]  # lm_head; int8x2: two INT8 planes
 LinearFormat = Literal[Format, "nvfp4"]  # of a linear layer; NVFP4 is for frozen base weights
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]

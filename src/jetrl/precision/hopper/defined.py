@@ -19,7 +19,7 @@ from jetrl.precision.triton.defined import (
     int8_turned,
     planes_dgrad,
     planes_fprop,
-    planes_of_hidden,
+    planes_of_rows,
     sum_of_rows,
     sum_slots,
 )

@@ -12,7 +12,7 @@ from jetrl.precision.triton.int8_planes import (
     add_planes_wgrad,
     planes_dgrad,
     planes_fprop,
-    planes_of_hidden,
+    planes_of_rows,
 )
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.portable_int8 import int8_matmul

@@ -3,11 +3,11 @@
 Operands of INT8 tensor cores are contiguous along the sum. So DGrad and WGrad turn codes first, and
 take slabs of the vocabulary, so that their temporaries stay near 200 MB at most:
 
-    FProp   a program reads both planes and the weight once; both planes are one product
-    DGrad   per slab: planes of dY * s_w; codes of W, turned; products of blocks, added in order
+    FProp   a program reads the planes of X and of W once, for three products
+    DGrad   per slab: planes of dY * s_w; high plane of W, turned; products of blocks, in order
     WGrad   planes of X, turned; per slab: planes of dY * s_x, turned; products, rotated, added
 
-Sums are int32. S = 256 * high + low is rounded once, see `_rounded`.
+Sums are int32. FProp and WGrad share `_sums_of_products`; S is rounded once, see `_rounded`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.precision.quantize import ROTATION, SLAB_BYTES, Planes, QTensor
+from jetrl.precision.quantize import ROTATION, SLAB_BYTES, Planes
 from jetrl.precision.triton.layout import cdiv, round_up
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
@@ -39,18 +39,18 @@ from jetrl.precision.triton.quantize import abs_bits, scale_and_multiplier
 
 # Tiles by the largest number of rows (0: more); the small ones fit in 99 KB of shared memory.
 _LARGE_FPROP = {
-    0: Tile(128, 128, 128, 8, 4),
-    256: Tile(128, 128, 128, 8, 4),
-    128: Tile(128, 128, 128, 8, 4),
+    0: Tile(128, 128, 128, 8, 3),
+    256: Tile(128, 128, 128, 8, 3),
+    128: Tile(128, 128, 128, 8, 3),
     64: Tile(64, 128, 128, 4, 3),
     32: Tile(32, 64, 128, 4, 4),
     16: Tile(16, 64, 128, 4, 5),
 }
 _SMALL_FPROP = {
-    0: Tile(128, 128, 64, 8, 4),
-    256: Tile(128, 128, 64, 8, 4),
-    128: Tile(128, 128, 64, 8, 4),
-    64: Tile(64, 128, 64, 4, 4),
+    0: Tile(128, 64, 64, 8, 4),
+    256: Tile(128, 64, 64, 8, 4),
+    128: Tile(128, 64, 64, 8, 4),
+    64: Tile(64, 64, 64, 4, 4),
     32: Tile(32, 64, 128, 4, 4),
     16: Tile(16, 64, 128, 4, 4),
 }
@@ -114,6 +114,37 @@ def _sums_of_planes(sums):
 
 
 @triton.jit
+def _sums_of_products(
+    a_high_ptr, a_low_ptr, b_high_ptr, b_low_ptr, rows, R, columns, C, K,
+    DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return sums of high * high, and of high * low + low * high, of rows and columns over K.
+
+    The matrices are [R, K] and [C, K].
+    """
+    along = tl.arange(0, DEPTH)
+    a_high = pointers(a_high_ptr, rows, along, K)
+    a_low = pointers(a_low_ptr, rows, along, K)
+    b_high = pointers(b_high_ptr, columns, along, K)
+    b_low = pointers(b_low_ptr, columns, along, K)
+    highs = tl.zeros((rows.shape[0], columns.shape[0]), tl.int32)
+    middle = tl.zeros((rows.shape[0], columns.shape[0]), tl.int32)
+    for k in range(0, K, DEPTH):
+        high = load_codes(a_high, rows < R, K - k, EVEN)
+        low = load_codes(a_low, rows < R, K - k, EVEN)
+        other_high = load_codes(b_high, columns < C, K - k, EVEN)
+        other_low = load_codes(b_low, columns < C, K - k, EVEN)
+        highs = tl.dot(high, other_high.T, highs, out_dtype=tl.int32)
+        middle = tl.dot(high, other_low.T, middle, out_dtype=tl.int32)
+        middle = tl.dot(low, other_high.T, middle, out_dtype=tl.int32)
+        a_high += DEPTH
+        a_low += DEPTH
+        b_high += DEPTH
+        b_low += DEPTH
+    return highs, middle
+
+
+@triton.jit
 def _planes(x):
     """Return the high and low plane, int8, of float32 x times its multiplier."""
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -_TOP), _TOP), 0.0)
@@ -123,8 +154,8 @@ def _planes(x):
 
 
 @triton.jit
-def _hidden_kernel(x_ptr, high_ptr, low_ptr, scales_ptr, row_stride, D, WIDTH: tl.constexpr):
-    """Rotate a hidden row and store its planes."""
+def _row_kernel(x_ptr, high_ptr, low_ptr, scales_ptr, row_stride, D, WIDTH: tl.constexpr):
+    """Rotate a row and store its planes."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -138,42 +169,32 @@ def _hidden_kernel(x_ptr, high_ptr, low_ptr, scales_ptr, row_stride, D, WIDTH: t
 
 @triton.jit(do_not_specialize=["R"])
 def _fprop_kernel(
-    x_ptr,
-    w_ptr,
+    x_high_ptr,
+    x_low_ptr,
+    w_high_ptr,
+    w_low_ptr,
     x_scales_ptr,
     w_scales_ptr,
     out_ptr,
     R,
     V,
     D,
-    plane,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute a tile of logits; programs of the same columns are neighbors and share W in L2.
-
-    The low plane of X begins `plane` bytes after the high one.
-    """
+    """Compute a tile of logits; programs of the same columns are neighbors and share W in L2."""
     down = tl.cdiv(R, ROWS)
-    first = tl.program_id(0) % down * ROWS
+    rows = tl.program_id(0) % down * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) // down * COLUMNS + tl.arange(0, COLUMNS)
-    along = tl.arange(0, DEPTH)
-    a, both_rows = _both_planes(x_ptr, first, along, D, plane, ROWS)
-    b = pointers(w_ptr, columns, along, D)
-    sums = tl.zeros((2 * ROWS, COLUMNS), tl.int32)
-    for k in range(0, D, DEPTH):
-        x = load_codes(a, both_rows < R, D - k, EVEN)
-        w = load_codes(b, columns < V, D - k, EVEN)
-        sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
-        a += DEPTH
-        b += DEPTH
-    highs, lows = _sums_of_planes(sums)
-    rows = first + tl.arange(0, ROWS)
-    s = load_scales(x_scales_ptr, rows, R)
-    t = load_scales(w_scales_ptr, columns, V)
-    y = _rounded(highs, lows) * s[:, None] * t[None, :]
+    highs, middle = _sums_of_products(
+        x_high_ptr, x_low_ptr, w_high_ptr, w_low_ptr, rows, R, columns, V, D, DEPTH, EVEN
+    )
+    # S is 256 times what is rounded, and a power of two changes no rounding.
+    s = load_scales(w_scales_ptr, columns, V) * 256.0
+    t = load_scales(x_scales_ptr, rows, R)
+    y = _rounded(highs, middle) * s[None, :] * t[:, None]
     mask = within(rows, R, columns, V)
     tl.store(pointers(out_ptr, rows, columns, V), y, mask=mask)
 
@@ -203,12 +224,12 @@ def _block_planes_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the planes of dY * s_w of one block of tokens, with zeros past `left` tokens."""
+    """Store the planes of dY * 256 s_w of one block of tokens, with zeros past `left` tokens."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = within(rows, R, tokens, left)
     places = pointers(dy_ptr, rows, tokens, row_stride)
-    s = load_scales(w_scales_ptr, tokens, left)
+    s = load_scales(w_scales_ptr, tokens, left) * 256.0
     x = tl.load(places, mask=mask, other=0.0) * s[None, :]
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(x), 1), _TOP, _FLOOR, False)
     high, low = _planes(x * multiplier[:, None])
@@ -328,11 +349,6 @@ def _wgrad_kernel(
     m, n = place(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(D, COLUMNS), 8)
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    along = tl.arange(0, DEPTH)
-    a = pointers(high_ptr, rows, along, depth)
-    b = pointers(low_ptr, rows, along, depth)
-    c = pointers(x_high_ptr, columns, along, depth)
-    d = pointers(x_low_ptr, columns, along, depth)
     # The total, in groups of a rotation, is loaded while the products run.
     GROUPS: tl.constexpr = ROWS * COLUMNS // 64
     group = tl.arange(0, GROUPS)
@@ -342,67 +358,57 @@ def _wgrad_kernel(
     places = total_ptr + (row * D + column)[:, None] + tl.arange(0, 64)[None, :]
     inside = (row < tokens - m * ROWS) & (column < D - n * COLUMNS)
     total = tl.load(places, mask=inside[:, None], other=0.0)
-    highs = tl.zeros((ROWS, COLUMNS), tl.int32)
-    middle = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for _ in range(0, depth, DEPTH):
-        high = load_codes(a, rows < tokens, 0, True)
-        low = load_codes(b, rows < tokens, 0, True)
-        x_high = load_codes(c, columns < D, 0, True)
-        x_low = load_codes(d, columns < D, 0, True)
-        highs = tl.dot(high, x_high.T, highs, out_dtype=tl.int32)
-        middle = tl.dot(high, x_low.T, middle, out_dtype=tl.int32)
-        middle = tl.dot(low, x_high.T, middle, out_dtype=tl.int32)
-        a += DEPTH
-        b += DEPTH
-        c += DEPTH
-        d += DEPTH
-    s = load_scales(scales_ptr, rows, tokens)
-    # S is 256 times what is rounded, and a power of two changes no rounding.
-    s *= 256.0
+    highs, middle = _sums_of_products(
+        high_ptr, low_ptr, x_high_ptr, x_low_ptr, rows, tokens, columns, D, depth, DEPTH, True
+    )
+    s = load_scales(scales_ptr, rows, tokens) * 256.0  # as in FProp
     dw = _rounded(highs, middle) * s[:, None]
     dw = _rotated(tl.reshape(dw, (GROUPS, 64)), GROUPS)
     tl.store(places, total + dw, mask=inside[:, None])
 
 
-def planes_of_hidden(x: Tensor) -> Planes:
-    """`precision.int8_planes.planes_of_hidden`."""
+def planes_of_rows(x: Tensor, out: Planes | None = None) -> Planes:
+    """`precision.int8_planes.planes_of_rows`."""
     rows, width = x.shape
     assert (x.stride(1), width % ROTATION) == (1, 0), f"{x.shape}, strides {x.stride()}"
-    high, low = (torch.empty(x.shape, dtype=torch.int8, device=x.device) for _ in range(2))
-    scales = torch.empty(rows, 1, device=x.device)
+    out = Planes.empty(rows, width, x.device) if out is None else out
+    assert out.shape == x.shape, f"planes {out.shape} of {x.shape}"
+    assert all(part.is_contiguous() for part in out.tensors()), f"strides {out.high.stride()}"
     if rows:
         padded = triton.next_power_of_2(width)
-        _hidden_kernel[(rows,)](
+        _row_kernel[(rows,)](
             x,
-            high,
-            low,
-            scales,
+            out.high,
+            out.low,
+            out.scales,
             x.stride(0),
             width,
             padded,
             num_warps=max(1, min(8, padded // 512)),
             **OPTIONS,
         )
-    return Planes(high, low, scales)
+    return out
 
 
-def planes_fprop(x: Planes, w: QTensor) -> Tensor:
+def planes_fprop(x: Planes, w: Planes) -> Tensor:
     """`precision.int8_planes.planes_fprop`."""
-    (rows, width), vocabulary = x.high.shape, w.shape[0]
-    assert w.codes.stride() == (width, 1), f"codes of W [V, {width}], {w.codes.stride()}"
+    (rows, width), vocabulary = x.shape, w.shape[0]
+    assert w.high.stride() == (width, 1), f"planes of W [V, {width}], {w.high.stride()}"
+    assert width <= 65536, f"int32 sums over {width} values"
     out = torch.empty(rows, vocabulary, device=x.high.device)
     tile = FPROP[memory_class(x.high.device)][rows_class(rows)]
     if rows:
         _fprop_kernel[(cdiv(rows, tile.rows) * cdiv(vocabulary, tile.columns),)](
             x.high,
-            w.codes,
+            x.low,
+            w.high,
+            w.low,
             x.scales,
             w.scales,
             out,
             rows,
             vocabulary,
             width,
-            x.low.data_ptr() - x.high.data_ptr(),
             tile.rows,
             tile.columns,
             tile.depth,
@@ -432,7 +438,7 @@ def _turned(x: Tensor, depth: int) -> Tensor:
     return out
 
 
-def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
+def planes_dgrad(dy: Tensor, w: Planes) -> Tensor:
     """`precision.int8_planes.planes_dgrad`."""
     (rows, vocabulary), width = dy.shape, w.shape[1]
     assert dy.stride(1) == 1, f"strides {dy.stride()}"
@@ -440,7 +446,7 @@ def planes_dgrad(dy: Tensor, w: QTensor) -> Tensor:
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=dy.device)
     if rows:
         for slab in _slabs(vocabulary, max(rows, width), BLOCK):
-            _add_slab(total, dy[:, slab], w.codes[slab], w.scales[slab])
+            _add_slab(total, dy[:, slab], w.high[slab], w.scales[slab])
         padded = triton.next_power_of_2(width)
         warps = max(1, min(8, padded // 512))
         _rotate_kernel[(rows,)](total, out, width, padded, num_warps=warps, **OPTIONS)
