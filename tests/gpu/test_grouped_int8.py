@@ -17,20 +17,24 @@ pytest.importorskip("triton")
 from tests.kernels.expert_cases import (  # noqa: E402
     CASES,
     FP8_CASES,
+    ROUTES,
     Case,
     compare,
     compare_fp8,
+    compare_routes,
     different,
     layer_results,
     part,
     random,
 )
 
+from jetrl.kernels.routing_rule import RoutingRule  # noqa: E402
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper  # noqa: E402
 from jetrl.precision.int8 import int8_rows, int8_squares_turned, int8_turned  # noqa: E402
 from jetrl.precision.triton import expert_rows, float_tiles, grouped_fp8, grouped_int8, int8  # noqa: E402
+from jetrl.precision.triton.bf16 import bf16_matmul  # noqa: E402
 
 LARGE = {
     "decode": Case(8, 8, 128, 1536, 2048),
@@ -49,6 +53,26 @@ CUDA = torch.device("cuda")
 def test_kernels_have_the_bits_of_their_references(name: str) -> None:
     compared = compare((CASES | LARGE)[name], CUDA)
     assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("rule", ROUTES)
+@pytest.mark.parametrize("tokens, experts", [(1, 8), (63, 60), (1000, 128), (129, 512)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_routes_have_the_bits_of_their_references(
+    tokens: int, experts: int, dtype: torch.dtype, rule: RoutingRule
+) -> None:
+    compared = compare_routes(tokens, experts, CUDA, dtype, rule)
+    assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("experts", [1, 60, 128, 512])
+def test_a_routers_logits_do_not_depend_on_the_batch(experts: int) -> None:
+    x = random(1000, 2048, device=CUDA).bfloat16()
+    w = random(experts, 2048, device=CUDA, seed=1).bfloat16()
+    whole = bf16_matmul(x, w)
+    assert (whole.float() - x.float() @ w.float().mT).abs().max() <= 2.0**-7 * whole.abs().max()
+    for rows in (slice(0, 1), slice(3, 66), slice(100, 229), slice(17, 900)):
+        assert different(bf16_matmul(x[rows], w), whole[rows]) == 0
 
 
 @pytest.mark.parametrize("dense", [fp8_matmul_hopper, float_tiles.fp8_matmul])

@@ -16,6 +16,9 @@ from tests.precision.test_experts import layer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from jetrl.kernels.portable import routing
+from jetrl.kernels.routing import route as reference_route
+from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.precision import PrecisionPlan
 from jetrl.precision import experts as reference
 from jetrl.precision.backend import selected_backend
@@ -304,3 +307,36 @@ def _different_groups(
     wrong = int(((padding != 0) & ~padding.isnan()).sum())
     wrong += different(codes[:, : want.shape[1]].contiguous(), want.codes.contiguous())
     return wrong + different(scales, want.scales)
+
+
+ROUTES = (
+    RoutingRule(3),
+    RoutingRule(8, normalized=False),
+    RoutingRule(3, "sigmoid", floor=1e-20, scale=2.5),
+    RoutingRule(1, "sigmoid", normalized=False),
+)
+
+
+def compare_routes(
+    tokens: int, experts: int, device: torch.device, dtype: torch.dtype, rule: RoutingRule
+) -> dict[str, int]:
+    """Compare choices, weights and gradients, with ties, zeros of both signs, Inf and NaN."""
+    logits = random(tokens, experts, device=device, seed=1).mul(4).round().div(4)
+    logits[0, ::2], logits[0, 1::2], logits[-1] = -0.0, 0.0, 0.0
+    if tokens > 9:
+        logits[1, 2], logits[2, 3], logits[3, 1] = torch.inf, -torch.inf, torch.nan
+        logits[4:8] *= 30.0
+    logits = logits.to(dtype).requires_grad_()
+    bias = random(experts, device=device, seed=2) if rule.scores == "sigmoid" else None
+    dweights = random(tokens, rule.num_chosen, device=device, seed=3)
+    with filled_memory(), selected_backend("reference"):
+        want, want_weights = reference_route(logits, rule, bias)
+        want_weights.backward(dweights)
+        chosen, weights, scores = routing.route(logits.detach(), rule, bias)
+        dlogits = routing.route_backward(dweights, scores, chosen, rule, dtype)
+    wrong = {
+        "chosen": int((chosen != want).sum()),
+        "weights": different(weights, want_weights.detach()),
+        "dlogits": different(dlogits, logits.grad),
+    }
+    return {f"{tokens} x {experts} {dtype} {rule}: {name}": n for name, n in wrong.items()}

@@ -323,6 +323,20 @@ def experts() -> None:
     sum_slots(y, groups)
 
 
+def routing() -> None:
+    from jetrl.kernels.portable.routing import route, route_backward
+    from jetrl.kernels.routing_rule import RoutingRule
+
+    sigmoid = RoutingRule(8, "sigmoid", floor=1e-20, scale=2.5)
+    for logits, bias, rule in (
+        (empty(ROWS, 128), None, RoutingRule(8)),
+        (floats(ROWS, 60), floats(60), sigmoid),
+        (empty(ROWS, 512), None, RoutingRule(10, normalized=False)),
+    ):
+        chosen, weights, scores = route(logits, rule, bias)
+        route_backward(weights, scores, chosen, rule, logits.dtype)
+
+
 def planes_head() -> None:
     from jetrl.precision.quantize import Planes
     from jetrl.precision.triton.int8_planes import (
@@ -347,7 +361,7 @@ CASES: dict[str, Callable[[], None]] = {
     for work in (
         norms, int8_codes, rotary, swiglu, decode_state, optimizer, backward_rows,
         logprobs_and_samples, attention_forward, attention_backward, attention_decode, products,
-        experts, planes_head,
+        experts, routing, planes_head,
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.kernels.interpreted import interpreted
 from torch import Tensor
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -97,3 +98,9 @@ def test_weights_have_the_dtype_of_logits_and_scores_do_not() -> None:
     _, weights = route(logits, RoutingRule(4))
     assert torch.equal(weights, weights.bfloat16().float())
     assert not torch.equal(router_scores(logits, RoutingRule(4)).bfloat16().float(), weights)
+
+
+def test_kernels_have_the_bits_of_their_references() -> None:
+    compared = interpreted("interpreted_routing.py")
+    assert len(compared) == 24
+    assert {case: n for case, n in compared.items() if n} == {}

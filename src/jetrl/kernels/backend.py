@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from jetrl.kernels.adamw_scalars import AdamWScalars
@@ -19,6 +20,7 @@ from jetrl.kernels.decode_state import (
     Verified,
     VerifyInputs,
 )
+from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.precision.backend import REFERENCE, backend_of
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.quantize import FP8Format, QTensor
@@ -91,6 +93,12 @@ class _OfOtherPlans(_Fused, _Attention, Protocol):
                scalars: AdamWScalars, /) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
     def block_squares(self, x: Tensor, /) -> Tensor: ...
+
+    # kernels.routing, with the scores [T, E]
+    def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None,
+              /) -> tuple[Tensor, Tensor, Tensor]: ...
+    def route_backward(self, dweights: Tensor, scores: Tensor, chosen: Tensor, rule: RoutingRule,
+                       dtype: torch.dtype, /) -> Tensor: ...
 
     # kernels.logprob; lm_head_logprobs also computes the logits, one chunk of rows at a time
     def chosen_logprobs(self, logits: Tensor, chosen: Tensor, temperature: float,

@@ -20,6 +20,7 @@ from jetrl.kernels.norm_triton import (
     block_squares, rms_norm, rms_norm_backward, rms_norm_forward, rms_norm_quantize,
     rms_norm_squares,
 )
+from jetrl.kernels.portable.routing import route, route_backward
 from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.sampling_triton import sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize

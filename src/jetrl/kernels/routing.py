@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.precision.exact import exact_sum, exp_nonpositive, log_positive, sigmoid
 
@@ -114,6 +115,12 @@ class _Route(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, rule: RoutingRule, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        ctx.rule, ctx.dtype = rule, logits.dtype
+        if (kernels := kernels_of(logits)) is not None:
+            chosen, weights, scores = kernels.route(logits, rule, bias)
+            ctx.save_for_backward(scores, chosen)
+            ctx.mark_non_differentiable(chosen)
+            return chosen, weights
         scores = router_scores(logits, rule)
         order = logits.float() if bias is None else scores + bias
         # A stable sort keeps the lower index first among equal values; top-k would not.
@@ -121,7 +128,6 @@ class _Route(torch.autograd.Function):
         chosen = order[:, : rule.num_chosen].contiguous()
         weights = scores.gather(1, chosen)
         ctx.save_for_backward(scores, chosen)
-        ctx.rule, ctx.dtype = rule, logits.dtype
         if rule.normalized:
             weights = weights / _over_slots(weights).add_(rule.floor)
         if rule.scale != 1.0:
@@ -133,6 +139,8 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         scores, chosen = ctx.saved_tensors
         rule: RoutingRule = ctx.rule
+        if (kernels := kernels_of(scores)) is not None:
+            return kernels.route_backward(grads[1], scores, chosen, rule, ctx.dtype), None, None
         p, dp = scores.gather(1, chosen), grads[1]
         if rule.scale != 1.0:
             dp = dp * rule.scale

@@ -18,16 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.precision.groups import Groups
-from jetrl.precision.triton.grid import (
-    SIGN,
-    SUM_GRID,
-    exponent_above,
-    float_bits,
-    grid_factors,
-    grid_integers,
-    mean_on_grid,
-    wide,
-)
+from jetrl.precision.triton.grid import sum_on_grid, wide
 from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import OPTIONS
 
@@ -114,13 +105,7 @@ def _combine_backward_kernel(
     dy = tl.load(weights_ptr + slot) * dout
     tl.store(dy_ptr + place * N + columns, dy.to(dy_ptr.dtype.element_ty), mask=inside)
     product = dout * wide(y_ptr + place * N + columns, inside)
-    bits = float_bits(product)
-    largest = tl.max(bits, 0)
-    lowest = tl.max(bits ^ SIGN, 0)
-    exponent = exponent_above(tl.maximum(largest, lowest))
-    first, second = grid_factors(exponent, SUM_GRID)
-    total = tl.sum(grid_integers(product, first, second).to(tl.int64), 0)
-    tl.store(dweights_ptr + slot, mean_on_grid(total, exponent, largest, lowest, 1))
+    tl.store(dweights_ptr + slot, sum_on_grid(product))
 
 
 def group_rows(chosen: Tensor, num_experts: int) -> Groups:

@@ -96,3 +96,15 @@ def mean_on_grid(total, exponent, largest_bits, lowest_bits, D: tl.constexpr):
     special = tl.where(bad, float("nan"), special)
     mean = mean.to(tl.float32)
     return tl.where(up | down, special, mean)
+
+
+@triton.jit
+def sum_on_grid(x):
+    """Return float32(`precision.exact.exact_sum`) of the vector x, up to 2**23 float32 values."""
+    bits = float_bits(x)
+    largest = tl.max(bits, 0)
+    lowest = tl.max(bits ^ SIGN, 0)
+    exponent = exponent_above(tl.maximum(largest, lowest))
+    first, second = grid_factors(exponent, SUM_GRID)
+    total = tl.sum(grid_integers(x, first, second).to(tl.int64), 0)
+    return mean_on_grid(total, exponent, largest, lowest, 1)
