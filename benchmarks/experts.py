@@ -1,15 +1,17 @@
-"""Products and whole layers of experts under `integer`, against torch's BF16 and DeepGEMM's FP8.
+"""Products and whole layers of experts, against torch's BF16 and DeepGEMM's FP8.
 
-    jetrl bench experts [--shape qwen3-30b-a3b] [--rows 1024 128 8 1] [--out FILE]
-    jetrl bench experts --tiles --rows 1024   # times other tiles of FProp as well
+    jetrl bench experts [--shape qwen3-30b-a3b] [--tokens 16384 2048 256 8] [--plan int8]
+    jetrl bench experts --tiles --tokens 16384  # times other tiles of FProp and DGrad as well
 
 With 128 rows per expert or more, all experts have the same number of rows; with fewer, tokens
-choose at random, as in decode. Operands of `fprop` are ready. `dgrad` quantizes dY and transposes
-the weight; `wgrad` quantizes both operands along rows and adds to an FP32 sum. BF16 products read
-rows that are sorted already. `forward` and `both` are layers from routes on: sort, both products,
-SwiGLU, combination; `both` includes the backward. `of_floor` compares with reading the matrices of
-experts that have rows at the bandwidth of a copy. DeepGEMM, if it is installed, has whole groups of
-128 rows only. Kernels are compared with the references first.
+choose at random, as in decode. Operands of `fprop` are ready. `quantize` rounds dY, `dgrad` also
+transposes the weight, and `wgrad` also rounds X, and adds to an FP32 sum; with INT8 gradients it
+rounds dY as well. BF16 products read rows that are sorted already. `router` is the product and the
+choice of experts. `forward` and `both` are layers from routes on: sort, both products, SwiGLU,
+combination; `both` includes the backward. `of_floor` compares with reading the matrices of experts
+that have rows at the bandwidth of a copy. DeepGEMM, if it is installed, has whole groups of 128
+rows only. The bits of each plan are first compared with those of the dense layers of experts, one
+by one, on the same device.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from benchmarks.harness import Row, begins, bench_parser, command_typed, print_table, write_results
+from benchmarks.policies import add_plan_argument, backend_of, plan_of, plans_of
 from benchmarks.timing import copy_bandwidth, seconds_eager, seconds_in_turn, seconds_per_call
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
 from jetrl.errors import MismatchError, UserError
+from jetrl.kernels.routing import route
+from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.kernels.swiglu import swiglu
 from jetrl.memory.out_of_memory import release
-from jetrl.precision import PrecisionPlan
+from jetrl.precision import PrecisionPlan, experts
 from jetrl.precision.backend import has_kernels, selected_backend
 from jetrl.precision.experts import (
     GroupedWeight,
@@ -39,13 +45,16 @@ from jetrl.precision.experts import (
     grouped_fprop,
     grouped_linear,
     grouped_wgrad,
+    quantize_grouped_gradient,
 )
+from jetrl.precision.formats import Format, number_format
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.groups import Groups
-from jetrl.precision.int8 import int8_rows
-from jetrl.precision.linear import Linear
+from jetrl.precision.linear import Linear, quantize_input
+from jetrl.precision.plan import Side
 from jetrl.precision.quantize import QTensor
 from jetrl.precision.quantized_weight import QuantizedWeight
+from jetrl.precision.router import router_logits
 
 Call = Callable[[], Any]
 
@@ -71,6 +80,10 @@ _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     *((64, 256, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 128, 4, 4), (64, 64, 256, 4, 3)),
     *((32, 128, 128, 4, 4), (32, 64, 256, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4)),
 )
+_FP8_TILES: tuple[tuple[int, int, int, int, int], ...] = (
+    *((128, 128, 128, 8, 4), (128, 128, 128, 8, 3), (128, 64, 128, 8, 4), (64, 128, 128, 4, 4)),
+    *((64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (64, 64, 128, 4, 6)),
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +95,9 @@ class Load:
     weights: Tensor
 
     @staticmethod
-    def of(sizes: Sizes, rows: int, device: str) -> Load:
-        """Return a load with a mean number of rows per expert."""
-        tokens = max(1, rows * sizes.experts // sizes.slots)
-        if rows >= _EQUAL:
+    def of(sizes: Sizes, tokens: int, device: str) -> Load:
+        """Return a load of some tokens."""
+        if tokens * sizes.slots >= _EQUAL * sizes.experts:
             slots = torch.arange(tokens * sizes.slots, device=device)
             chosen = (slots % sizes.experts).view(tokens, sizes.slots)
         else:
@@ -97,24 +109,35 @@ class Load:
 
 
 class Layer:
-    """Stacked matrices of a layer under `integer`, and copies in BF16 [E, N, K]."""
+    """A layer's router and stacked matrices under a plan, and copies in BF16 [E, N, K]."""
 
-    def __init__(self, sizes: Sizes, device: str) -> None:
-        self.sizes, self.plan = sizes, PrecisionPlan.preset("integer")
-        self.gate_up = self._linear(2 * sizes.width, sizes.hidden, device)
-        self.down = self._linear(sizes.hidden, sizes.width, device)
+    def __init__(self, sizes: Sizes, plan: PrecisionPlan, device: str) -> None:
+        self.sizes, self.plan = sizes, plan
+        formats, count = plan.linear_formats(0, 1), sizes.experts
+        self.gate_up = self._linear(2 * count * sizes.width, sizes.hidden, formats, device)
+        self.down = self._linear(count * sizes.hidden, sizes.width, formats, device)
+        rest = number_format(plan.rest)
+        self.router = self._linear(count, sizes.hidden, dict.fromkeys(formats, rest), device)
         self.values = [
-            nn.Parameter(linear.weight.detach().bfloat16().unflatten(0, (sizes.experts, -1)))
+            nn.Parameter(linear.weight.detach().bfloat16().unflatten(0, (count, -1)))
             for linear in (self.gate_up, self.down)
         ]
 
-    def _linear(self, rows: int, columns: int, device: str) -> Linear:
-        plan = self.plan
-        master = torch.randn(self.sizes.experts * rows, columns, device=device).mul_(columns**-0.5)
-        formats = plan.linear_formats(0, 1)
-        rounding = {side: plan.rounding(side, format) for side, format in formats.items()}
+    def _linear(self, rows: int, columns: int, formats: dict[Side, Format], device: str) -> Linear:
+        master = torch.randn(rows, columns, device=device).mul_(columns**-0.5)
+        rounding = {side: self.plan.rounding(side, format) for side, format in formats.items()}
         weight = QuantizedWeight("experts", nn.Parameter(master), formats, rounding)
-        return Linear(weight, None, plan, torch.bfloat16, Gradients())
+        return Linear(weight, None, self.plan, torch.bfloat16, Gradients())
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts that tokens choose, and their weights."""
+        return route(router_logits(x, self.router, "rollout"), RoutingRule(self.sizes.slots))
+
+    def routed_in_bf16(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same by torch's operations, as transformers does."""
+        logits = x @ self.router.weight.detach().bfloat16().mT
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.sizes.slots)
+        return chosen, weights / weights.sum(-1, keepdim=True)
 
     def forward(self, load: Load) -> Tensor:
         """Return the outputs of tokens, from their routes on."""
@@ -140,23 +163,27 @@ class Layer:
             weight.grad = None
 
 
-def trained(forward: Callable[[Load], Tensor], load: Load) -> None:
-    """Run forward and backward, with gradients of the tokens, routes and weights."""
+def trained(forward: Callable[[Load], Tensor], load: Load) -> list[Tensor]:
+    """Run forward and backward; return the output, and the gradients of tokens and routes."""
     x, weights = (each.detach().requires_grad_() for each in (load.x, load.weights))
     out = forward(Load(x, load.chosen, weights))
     out.backward(load.x)
+    assert x.grad is not None, "tokens have gradients"
+    assert weights.grad is not None, "routes have gradients"
+    return [out.detach(), x.grad, weights.grad]
 
 
-def int8_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
+def coded_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
     """Return the products of a layer's matrices; x is bfloat16 [T, K] if `by_token`, or [R, K]."""
     plan, weight = linear.plan, linear.operand("train")
     grouped = GroupedWeight(weight, groups, plan, by_token)
     dy = torch.randn(len(groups.tokens), grouped.num_outputs, device=x.device).bfloat16()
-    wgrad = partial(grouped_wgrad, dy, x, grouped, linear.weight, linear.gradients)
+    rows, values = quantize_grouped_gradient(dy, grouped)
     return {
-        "fprop": partial(grouped_fprop, int8_rows(x), grouped),
-        "dgrad": lambda: grouped_dgrad(int8_rows(dy), grouped),
-        "wgrad": wgrad,
+        "fprop": partial(grouped_fprop, quantize_input(x, weight, plan), grouped),
+        "quantize": partial(quantize_grouped_gradient, dy, grouped),
+        "dgrad": partial(grouped_dgrad, rows, grouped),
+        "wgrad": partial(grouped_wgrad, values, x, grouped, linear.weight, linear.gradients),
     }
 
 
@@ -174,7 +201,7 @@ def fp8_call(values: Tensor, groups: Groups, x: Tensor) -> Call | None:
     """Return FProp in DeepGEMM's FP8, or None if it has no such product here."""
     experts, n, k = values.shape
     rows = len(x) // experts
-    if not x.is_cuda or rows % 128 or n % 128 or k % 128:
+    if not x.is_cuda or not rows or rows % 128 or n % 128 or k % 128:
         return None
     try:
         import deep_gemm
@@ -190,17 +217,30 @@ def fp8_call(values: Tensor, groups: Groups, x: Tensor) -> Call | None:
 
 
 def tile_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
-    """Return FProp with other tiles."""
+    """Return FProp of INT8 weights, and DGrad in FP8, with other tiles."""
+    from jetrl.precision.triton.grouped_fp8 import fp8_grouped_dgrad
     from jetrl.precision.triton.grouped_int8 import product
     from jetrl.precision.triton.portable_int8 import Tile
 
-    codes, weight = int8_rows(x), linear.operand("train")
-    assert isinstance(weight, QTensor), "`integer` has codes"
+    weight, plan = linear.operand("train"), linear.plan
+    codes = quantize_input(x, weight, plan)
+    assert isinstance(codes, QTensor), "rows of INT8"
+    assert isinstance(weight, QTensor), "a weight of INT8"
     calls: dict[str, Call] = {}
     for rows, columns, depth, warps, stages in _TILES:
         tile = Tile(rows, columns, depth, warps, stages)
         call = partial(product, codes, weight, groups, by_token, torch.bfloat16, tile)
         calls[f"fprop {rows} x {columns} x {depth}, {warps} warps, {stages} stages"] = call
+    if plan.gradient.integer:
+        return calls
+    grouped = GroupedWeight(weight, groups, plan, by_token)
+    dy = torch.randn(len(groups.tokens), grouped.num_outputs, device=x.device).bfloat16()
+    coded, _ = quantize_grouped_gradient(dy, grouped)
+    assert isinstance(coded, QTensor), "rows of FP8"
+    for rows, columns, depth, warps, stages in _FP8_TILES:
+        tile = Tile(rows, columns, depth, warps, stages)
+        name = f"dgrad {rows} x {columns} x {depth}, {warps} warps, {stages} stages"
+        calls[name] = partial(fp8_grouped_dgrad, coded, weight, groups, tile)
     return calls
 
 
@@ -218,7 +258,7 @@ def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:
             operation: seconds_per_call([call])
             for operation, call in bf16_calls(values.detach(), groups, rows).items()
         }
-        calls = int8_calls(linear, groups, x, of_token)
+        calls = coded_calls(linear, groups, x, of_token)
         if tiles:
             calls = tile_calls(linear, groups, x, of_token) | calls
         for operation, call in calls.items():
@@ -226,7 +266,8 @@ def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:
             timed = seconds_eager if operation == "wgrad" else lambda f: seconds_per_call([f])
             spent = timed(call)
             row: Row = {"layer": name, "operation": operation, "experts": touched}
-            row |= _speeds(spent, bf16.get(operation), 2 * len(rows) * n * k)
+            operations = 0 if operation == "quantize" else 2 * len(rows) * n * k
+            row |= _speeds(spent, bf16.get(operation), operations)
             if operation.startswith("fprop") and load.x.is_cuda:
                 row["of_floor"] = round(spent * copy_bandwidth() / (touched * n * k), 2)
             if operation == "fprop" and (fp8 := fp8_call(values.detach(), groups, rows)):
@@ -236,11 +277,19 @@ def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:
 
 
 def layer_rows(layer: Layer, load: Load) -> Iterator[Row]:
-    """Yield the rows of whole layers, without and with a backward."""
-    forms = (layer.forward, layer.forward_in_bf16)
+    """Yield the rows of the router, and of whole layers without and with a backward."""
     with torch.no_grad():
+        routes = (layer.routed, layer.routed_in_bf16)
+        spent, bf16 = seconds_in_turn([[partial(form, load.x)] for form in routes])
+        yield {"layer": "router", "operation": "forward"} | _speeds(spent, bf16)
+        forms = (layer.forward, layer.forward_in_bf16)
         spent, bf16 = seconds_in_turn([[partial(form, load)] for form in forms])
-    yield {"layer": "both", "operation": "forward"} | _speeds(spent, bf16)
+    row: Row = {"layer": "both", "operation": "forward"} | _speeds(spent, bf16)
+    if load.x.is_cuda:
+        touched = len(load.chosen.unique())
+        codes = 3 * touched * layer.sizes.width * layer.sizes.hidden
+        row |= {"experts": touched, "of_floor": round(spent * copy_bandwidth() / codes, 2)}
+    yield row
     spent, bf16 = (seconds_eager(partial(trained, form, load)) for form in forms)
     yield {"layer": "both", "operation": "both"} | _speeds(spent, bf16)
     layer.clear()
@@ -255,58 +304,67 @@ def _speeds(spent: float, bf16: float | None, operations: int = 0) -> Row:
     return row
 
 
-def check(sizes: Sizes, device: str) -> None:
-    """Raise MismatchError if a layer's kernels do not have the bits of the references."""
+def check(sizes: Sizes, plan: PrecisionPlan, device: str, tokens: int = 40) -> None:
+    """Raise MismatchError if a layer does not have the bits of its experts' dense layers."""
     torch.manual_seed(1)
-    layer = Layer(sizes._replace(experts=min(sizes.experts, 16)), device)
-    load = Load.of(layer.sizes, 20, device)
-    found = []
-    for name in ("auto", "reference"):
-        with selected_backend(name, defined=True):
-            trained(layer.forward, load)
-            weights = (layer.gate_up.weight, layer.down.weight)
-            gradients = [weight.grad for weight in weights if weight.grad is not None]
-            found.append([layer.forward(load).detach(), *gradients])
-        layer.clear()
+    layer = Layer(sizes._replace(experts=min(sizes.experts, 16)), plan, device)
+    load = Load.of(layer.sizes, tokens, device)
+    found = [_trained_with_weights(layer, load)]
+    with patch.object(experts, "arithmetic_of", lambda _: None):  # the loops of references
+        found.append(_trained_with_weights(layer, load))
     different = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
     if different:
         raise MismatchError(f"jetrl bench experts: {different} elements differ; nothing measured")
 
 
+def _trained_with_weights(layer: Layer, load: Load) -> list[Tensor]:
+    """Return the results of `trained`, and the gradients of weights."""
+    made = trained(layer.forward, load)
+    for linear in (layer.gate_up, layer.down):
+        assert linear.weight.grad is not None, "matrices have gradients"
+        made.append(linear.weight.grad)
+    layer.clear()
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser("experts", __doc__)
     parser.add_argument("--shape", choices=sorted(SIZES), default="qwen3-30b-a3b")
-    rows_help = "mean rows per expert (default 1024 128 16 8 1)"
+    add_plan_argument(parser, "integer")
+    tokens_help = "tokens of a load (default 16384 2048 256 8)"
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1024, 128, 16, 8, 1], help=rows_help
+        "--tokens", type=int, nargs="+", default=[16384, 2048, 256, 8], help=tokens_help
     )
     parser.add_argument("--tiles", action="store_true", help="time other tiles as well, on a GPU")
     parser.add_argument("--device", default="cuda", help="cpu: to try it out")
     parser.add_argument("--out", default="build/bench/experts.json", help="JSON file")
     args = parser.parse_args(argv)
-    if args.tiles and not has_kernels(torch.device(args.device)):
-        raise UserError("jetrl bench experts --tiles: the references on a CPU have no tiles")
     rows: list[Row] = []
-    with selected_backend(defined=True):
-        for row in _all_rows(args):
-            rows.append(row)
-            command = command_typed("jetrl bench experts", argv)
-            write_results(args.out, "experts", command, rows)
+    for words in plans_of(args):
+        plan = plan_of(words)
+        with selected_backend(backend_of(words), defined=plan.defined):
+            for row in _rows_of_plan(args, words, plan):
+                rows.append(row)
+                command = command_typed("jetrl bench experts", argv)
+                write_results(args.out, "experts", command, rows)
     print_table(rows)
 
 
-def _all_rows(args: argparse.Namespace) -> Iterator[Row]:
+def _rows_of_plan(args: argparse.Namespace, words: str, plan: PrecisionPlan) -> Iterator[Row]:
     sizes = SIZES[args.shape]
-    if has_kernels(torch.device(args.device)):
-        begins("bits")
-        check(sizes, args.device)
+    on_gpu = has_kernels(torch.device(args.device))
+    if args.tiles and not on_gpu:
+        raise UserError("jetrl bench experts --tiles: the references on a CPU have no tiles")
+    if on_gpu:
+        begins(f"{words}, bits")
+        check(sizes, plan, args.device)
     torch.manual_seed(0)
-    layer = Layer(sizes, args.device)
-    for count in args.rows:
-        begins(f"{args.shape}, {count} rows per expert")
-        load = Load.of(sizes, count, args.device)
+    layer = Layer(sizes, plan, args.device)
+    for tokens in args.tokens:
+        begins(f"{words}, {args.shape}, {tokens} tokens")
+        load = Load.of(sizes, tokens, args.device)
         for row in (*product_rows(layer, load, args.tiles), *layer_rows(layer, load)):
-            yield {"shape": args.shape, "tokens": len(load.x), "rows": count, **row}
+            yield {"plan": words, "shape": args.shape, "tokens": tokens, **row}
         release()
 
 

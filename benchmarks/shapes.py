@@ -7,6 +7,12 @@ from typing import Any
 from jetrl.models.families import ModelConfig, parameter_shapes
 
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "rms_norm_eps": 1e-6,
+    "norm_topk_prob": True,
+}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 
@@ -35,7 +41,7 @@ def _shape(
     }
 
 
-# `tiny` is no well-known model: for trying a benchmark out on a CPU.
+# `tiny` and `tiny-experts` are not well-known models: for trying a benchmark out on a CPU.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
     "qwen3-1.7b": {**_shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936), "tie_word_embeddings": True},
@@ -57,10 +63,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }
+# Mixtures of experts: `intermediate_size` is not used.
+SHAPES["qwen3-30b-a3b"] = _shape(_QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936) | {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+SHAPES["tiny-experts"] = (
+    SHAPES["tiny"]
+    | _QWEN3_MOE
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+)
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each linear layer of a model of `SHAPES`, as our layers stack them."""
+    """Return (N, K) of each linear layer of a dense model of `SHAPES`, as our layers stack them."""
     config = ModelConfig.from_hf(SHAPES[model])
     shapes = parameter_shapes(config.first_layers(1))
     found = {}

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from benchmarks.command import OPERATIONS
 from tests.kernels.interpreted import interpreted
+from torch import Tensor
 
 from benchmarks import experts, head, operations, products
-from jetrl.errors import UserError
+from jetrl.errors import MismatchError, UserError
+from jetrl.precision import PrecisionPlan
 
 
 def rows_of(name: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
@@ -50,16 +52,37 @@ def test_a_head_has_a_row_per_operation(tmp_path: Path) -> None:
 
 
 def test_experts_have_a_row_per_product_and_layer(tmp_path: Path) -> None:
-    tiny = ["--shape", "tiny", "--device", "cpu", "--rows", "128", "3"]
+    plans = ["int8", "integer"]
+    tiny = ["--shape", "tiny", "--device", "cpu", "--tokens", "256", "6"]
+    tiny += [word for plan in plans for word in ("--plan", plan)]
     experts.main([*tiny, "--out", f"{tmp_path}/rows.json"])
     found = json.loads((tmp_path / "rows.json").read_text())
     assert found["command"] == f"jetrl bench experts {' '.join(tiny)}"
     names = [(row["layer"], row["operation"]) for row in found["rows"]]
-    products = itertools.product(("gate_up", "down"), ("fprop", "dgrad", "wgrad"))
-    assert names == [*products, ("both", "forward"), ("both", "both")] * 2
-    assert [row["tokens"] for row in found["rows"]] == [256] * 8 + [6] * 8
+    products = itertools.product(("gate_up", "down"), ("fprop", "quantize", "dgrad", "wgrad"))
+    layers = (("router", "forward"), ("both", "forward"), ("both", "both"))
+    assert names == [*products, *layers] * 4
+    sizes = [(row["plan"], row["tokens"]) for row in found["rows"]]
+    assert sizes == [(plan, tokens) for plan in plans for tokens in (256, 6) for _ in range(11)]
     with pytest.raises(UserError, match="--tiles"):
         experts.main([*tiny, "--tiles"])
+
+
+@pytest.mark.parametrize("words", ["int8", "integer", "unified"])
+def test_experts_are_compared_with_dense_layers(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, sizes = PrecisionPlan.preset(words), experts.SIZES["tiny"]
+    experts.check(sizes, plan, "cpu", tokens=5)
+    summed, calls = experts.combine, []
+
+    def once_wrong(*operands: Tensor) -> Tensor:
+        calls.append(1)
+        return summed(*operands) * (1.5 if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(experts, "combine", once_wrong)
+    with pytest.raises(MismatchError, match="elements differ"):
+        experts.check(sizes, plan, "cpu", tokens=5)
 
 
 def test_attention_is_timed_with_portable_kernels_in_the_interpreter() -> None:

@@ -44,7 +44,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 META = torch.device("meta")
 # Shape, plan and rank of adapters, 0 without.
 MODELS = (("qwen3-8b", "unified", 0), ("qwen2.5-7b", "mixed", 0))
-MODELS += (("qwen3-8b", "unified", 32), ("qwen3-8b", "bf16", 8), ("experts", "int8", 0))
+MODELS += (("qwen3-8b", "unified", 32), ("qwen3-8b", "bf16", 8), ("qwen3-30b-a3b", "int8", 0))
 STORED = (("int8", 64), ("int8+fp8", 128))
 DECODES = ((8, 1024), (64, 8192), (512, 1024))  # rows, longest context
 VERIFIED = ((8, 8, 64), (512, 2, 640))  # sequences, tokens each, rows
@@ -206,14 +206,7 @@ def shapes() -> dict[str, dict[str, Any]]:
     from benchmarks.shapes import SHAPES
 
     halves = {"hidden_size": 64, "intermediate_size": 320}
-    # One layer is that of Qwen3-30B-A3B.
-    experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    experts |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    experts |= {"hidden_size": 2048, "norm_topk_prob": True}
-    return SHAPES | {
-        "halves": SHAPES["smollm2-135m"] | halves,
-        "experts": SHAPES["qwen3-0.6b"] | experts,
-    }
+    return SHAPES | {"halves": SHAPES["smollm2-135m"] | halves}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks import experts as bench
-from jetrl.precision import experts
+from jetrl.precision import PrecisionPlan, experts
 from jetrl.precision.triton import defined
 
 if __name__ == "__main__":
@@ -28,8 +28,8 @@ if __name__ == "__main__":
     case = expert_cases.Case(5, 1, 2, 64, 64)
     wanted = expert_cases.layer_results(case, torch.device("cpu"))
     sizes = bench.SIZES["tiny"]
-    load = bench.Load.of(sizes, 5, "cpu")
-    groups, linear = experts.group_rows(load.chosen, 4), bench.Layer(sizes, "cpu").gate_up
+    load, plan = bench.Load.of(sizes, 10, "cpu"), PrecisionPlan.preset("integer")
+    groups, linear = experts.group_rows(load.chosen, 4), bench.Layer(sizes, plan, "cpu").gate_up
     tiles = [call() for call in bench.tile_calls(linear, groups, load.x, True).values()]
     found |= {f"tile {i}": expert_cases.different(one, tiles[0]) for i, one in enumerate(tiles)}
     # As on a GPU, but for codes of rows and turned weights, whose kernels are not interpreted.

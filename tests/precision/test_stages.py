@@ -17,9 +17,11 @@ from jetrl.precision.hopper.adapter import MOST_RANKS
 from jetrl.precision.hopper.nvfp4_rows import Tiles, fused_tiles, shared_bytes, tiles_for
 from jetrl.precision.triton.launch import TRITONS_OWN, fitting_stages, program_bytes
 
+# NVFP4 refuses the widths of SmolLM2, and experts.
+DENSE = [name for name, config in SHAPES.items() if "num_experts" not in config]
 
-# NVFP4 refuses the widths of the shape that is left out.
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "smollm2-135m"])
+
+@pytest.mark.parametrize("shape", [name for name in DENSE if name != "smollm2-135m"])
 def test_every_cut_fits_in_shared_memory(shape: str) -> None:
     for linear, (n, k) in linear_shapes(shape).items():
         parts, _ = parts_of(n, k)

@@ -19,6 +19,8 @@ stores the codes for DGrad.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -237,14 +239,18 @@ def fp8_grouped_matmul(x: QTensor, w: QTensor, groups: Groups, by_token: bool) -
     columns = w.shape[0] // groups.num_experts
     assert columns % FP8_BLOCK == 0, f"{columns} rows of an expert cross groups of {FP8_BLOCK}"
     codes = whole_groups(w.codes, w.shape[0])
-    expert = (columns * codes.stride(0), columns // FP8_BLOCK * w.scales.stride(0))
-    return product(x, QTensor(codes, w.scales, w.block), groups, by_token, columns, expert)
+    matrices = _Matrices(
+        rows=columns,
+        codes=columns * codes.stride(0),
+        scales=columns // FP8_BLOCK * w.scales.stride(0),
+    )
+    return _product(x, QTensor(codes, w.scales, w.block), groups, by_token, matrices)
 
 
-def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups) -> Tensor:
+def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups, tile: Tile | None = None) -> Tensor:
     """Return dX, bfloat16 [R, K], of dY [R, N] in groups of 1 x 128 and the weight [E * N, K].
 
-    The weight is INT8 rows, or E4M3 in groups of 128 x 128.
+    The weight is INT8 rows, or E4M3 in groups of 128 x 128. `tile` changes no bits.
     """
     experts = groups.num_experts
     if w.codes.dtype == torch.int8:
@@ -253,24 +259,33 @@ def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups) -> Tensor:
         assert w.shape[0] // experts % FP8_BLOCK == 0, f"{w.shape}: experts cross groups"
         turned = turned_weight(w)
     columns, width = turned.shape
-    expert = (width // experts, width // experts // FP8_BLOCK * turned.scales.stride(1))
-    return product(dy, turned, groups, False, columns, expert)
+    matrices = _Matrices(
+        rows=columns,
+        codes=width // experts,
+        scales=width // experts // FP8_BLOCK * turned.scales.stride(1),
+    )
+    return _product(dy, turned, groups, False, matrices, tile)
 
 
-def product(
+@dataclass(frozen=True)
+class _Matrices:
+    """The N rows of an expert's matrix, and how many codes and scales after the last it begins."""
+
+    rows: int
+    codes: int
+    scales: int
+
+
+def _product(
     x: QTensor,
     w: QTensor,
     groups: Groups,
     by_token: bool,
-    columns: int,
-    expert: tuple[int, int],
+    matrices: _Matrices,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Return bfloat16 [R, N], N = `columns`, for N rows of w at a time.
-
-    An expert's matrix begins `expert` (codes, scales) after the one before.
-    """
-    rows, experts, k = len(groups.tokens), groups.num_experts, x.shape[1]
+    """Return rows of x times the matrices of their experts, bfloat16 [R, N]."""
+    rows, experts, columns = len(groups.tokens), groups.num_experts, matrices.rows
     assert x.codes.dtype == w.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
     assert (x.block, w.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{x.block} {w.block}"
     assert x.codes.stride(1) == w.codes.stride(1) == 1, "K must be contiguous"
@@ -291,14 +306,14 @@ def product(
         groups.ends,
         out,
         columns,
-        k,
+        x.shape[1],
         a_codes.stride(0),
         w.codes.stride(0),
-        expert[0],
+        matrices.codes,
         a_scales.stride(1),
         w.scales.stride(0),
         w.scales.stride(1),
-        expert[1],
+        matrices.scales,
         experts,
         triton.next_power_of_2(experts),
         by_token,
@@ -371,11 +386,13 @@ def fp8_grouped_wgrad(
     return wgrad_product(dy, quantized_input(x, groups, by_token, scales), groups)
 
 
-def wgrad_product(dy: TokenGroups, x: TokenGroups, groups: Groups) -> Tensor:
-    """`fp8_grouped_wgrad` of X in groups of 128 x 128."""
+def wgrad_product(
+    dy: TokenGroups, x: TokenGroups, groups: Groups, tile: Tile | None = None
+) -> Tensor:
+    """`fp8_grouped_wgrad` of X in groups of 128 x 128; `tile` changes no bits."""
     (rows, width), columns, experts = dy.codes.shape, x.codes.shape[0], groups.num_experts
     assert width == x.codes.shape[1], f"codes of {width} and {x.codes.shape[1]} rows"
-    tile = WGRAD[memory_class(dy.codes.device)]
+    tile = tile or WGRAD[memory_class(dy.codes.device)]
     out = torch.empty(experts * rows, columns, dtype=torch.bfloat16, device=dy.codes.device)
     _wgrad_kernel[(experts * cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
         dy.codes,
