@@ -62,5 +62,7 @@ def test_what_it_refuses(
     assert "max_model_len 999: the model's context is 256" in refused(
         "--port", 0, "--max-model-len", 999
     )
+    too_few = refused("--port", 0, "--num-pages", 2)
+    assert "raise --num-pages to at least 4, or lower --max-model-len" in too_few
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "jetrl serve needs uvicorn: pip install 'jetrl[serve]'" in refused("--port", 0)

@@ -25,6 +25,8 @@ _AS_OPTIONS = {  # settings of a run, and the options of commands on a model
     "precision.preset = ": "--plan ",
     "precision.preset=": "--plan ",
     "precision.preset": "--plan",
+    "rollout.num_pages": "--num-pages",
+    "rollout.max_tokens": "--max-model-len",
 }
 
 

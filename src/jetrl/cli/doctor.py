@@ -30,6 +30,7 @@ CORE = ("transformers", "safetensors", "numpy", "pydantic", "rich", "matplotlib"
 OPTIONAL = {
     "datasets": "data sets by name: pip install 'jetrl[data]'",
     "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
+    **dict.fromkeys(("starlette", "uvicorn"), "jetrl serve: pip install 'jetrl[serve]'"),
     "sgl-deep-gemm": "faster decode on a GPU: pip install 'jetrl[deep-gemm]'",
     "cuda-bindings": "KV pages on a GPU; it comes with a CUDA build of torch",
     **dict.fromkeys(("wandb", "trackio", "tensorboard"), "tracking: install it with pip"),

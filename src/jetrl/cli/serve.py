@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         num_pages=args.num_pages,
         max_model_len=args.max_model_len,
     )
-    pages = engine.reserve()
+    with arguments.advice_in_options():
+        pages = engine.reserve()
     version = _version(find_model(Path(args.model)).path)
     source = EngineSource(engine, policy, max_choices=args.max_queue, version=version)
     served = Served(
