@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -60,9 +61,9 @@ class Server:
         self.http = httpx2.Client(base_url=self.url, timeout=600)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
-        return self.http.post(
-            path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        named["Content-Type"] = "application/json"
+        return self.http.post(path, content=json.dumps(body), headers=named)
 
     def json(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         reply = self.post(path, body, **headers)

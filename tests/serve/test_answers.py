@@ -13,6 +13,7 @@ from tests.serve.conftest import Serve, Server
 
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.serve.source import EngineSource
 from jetrl.types import Completion, Prompt, SamplingParams
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
@@ -197,5 +198,10 @@ def test_a_full_queue_and_a_failing_engine(serve: Serve, monkeypatch: pytest.Mon
             server.openai.completions.create(model="tiny", prompt="a")
         assert server.json("/v1/completions", body)["usage"]["completion_tokens"] == 4
         server.source.close()
+        assert server.http.get("/health").status_code == 503
+        assert server.post("/v1/completions", body).status_code == 503
+    monkeypatch.setattr(EngineSource, "_piece", lambda *_: 1 / 0)
+    with serve() as server:  # the thread itself fails
+        assert "ZeroDivisionError" in server.post("/v1/completions", body).text
         assert server.http.get("/health").status_code == 503
         assert server.post("/v1/completions", body).status_code == 503

@@ -18,6 +18,8 @@ ASKED = [{"role": "user", "content": "hi"}]
     ("more", "words"),
     [
         ({"max_token": 3}, "max_token: no such field; did you mean max_tokens?"),
+        ({"\ud800": 3}, "the body: "),
+        ({"prompt": "\ud800"}, "half of a character"),
         ({"echo": True}, "echo: only false is supported, not True"),
         ({"presence_penalty": 0.5}, "presence_penalty: only 0 is supported, not 0.5"),
         ({"top_logprobs": False}, "top_logprobs: only 0 is supported"),

@@ -50,6 +50,8 @@ def test_pieces_hold_back_what_may_change() -> None:
                 '<tool_call>{"arguments": {}}</tool_call>',
                 '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
                 "<tool_call>[]</tool_call>",
+                '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+                '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
                 "<tool_call>" + "[" * 10**5 + "</tool_call>",
             )
         ],

@@ -37,6 +37,7 @@ from jetrl.serve import requests
 from jetrl.serve.replies import Reply, Served
 from jetrl.serve.requests import Wanted
 from jetrl.serve.source import Piece, SourceBusy, SourceFailed, TokenSource
+from jetrl.serve.text import no_number
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class _Api:
             if len(text) > most:
                 raise HTTPException(413, f"the body is larger than {most:,} bytes")
         try:
-            return json.loads(text, parse_constant=_no_number)
+            return json.loads(text, parse_constant=no_number)
         except (ValueError, RecursionError) as error:
             raise UserError(f"the body is not JSON: {error}") from None
 
@@ -251,11 +252,8 @@ def _session(http: HttpRequest) -> str:
     return session
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
 def _error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    message = message.encode("utf-8", "backslashreplace").decode()  # a field may quote anything
     kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 

@@ -208,6 +208,8 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{path}: no such field{nearest(place[-1], known.model_fields)}"
     if first["type"] == "missing":
         return f"{path}: this field is required"
+    if not place:  # a key that is no text
+        return f"the body: {first['msg']}"
     if place[0] == "prompt":
         return "prompt: give a text, a list of token ids, or a list of either"
     return f"{path} = {shown_value(first['input'])}: {first['msg']}"

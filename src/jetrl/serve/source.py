@@ -33,6 +33,8 @@ from jetrl.types import FinishReason, Prompt, PromptInputs, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_STOPPING = "the server is stopping"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -167,12 +169,12 @@ class EngineSource:
 
     async def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
         if not self.alive:
-            raise SourceFailed("the server is stopping")
+            raise SourceFailed(_STOPPING)
         if self.num_choices + request.num_choices > self.max_choices:
             raise SourceBusy(f"{self.num_choices} of {self.max_choices} completions run or wait")
         running = _Running(request, asyncio.Queue(), asyncio.get_running_loop())
+        self._notify(running)
         self.num_choices += request.num_choices
-        self._notify(self._arrived, running)
         left = request.num_choices
         try:
             while left:
@@ -185,7 +187,7 @@ class EngineSource:
         finally:
             self.num_choices -= request.num_choices
             if left:
-                self._notify(self._left, running)
+                self._notify(running, left=True)
 
     def close(self) -> None:
         """End the thread; requests that still run are dropped."""
@@ -194,21 +196,37 @@ class EngineSource:
             self._changed.notify()
         self._thread.join()
 
-    def _notify(self, where: list[_Running], running: _Running) -> None:
+    def _notify(self, running: _Running, left: bool = False) -> None:
+        """Hand a request to the thread, or take it back; does nothing once the thread has ended."""
         with self._changed:
-            where.append(running)
+            (self._left if left else self._arrived).append(running)
             self._changed.notify()
+            if self._closing and not left:
+                raise SourceFailed(_STOPPING)
 
     def _serve(self) -> None:
+        """Run the thread; no request waits for it after its end, whatever ended it."""
+        reason = SourceFailed(_STOPPING)
+        try:
+            self._step_until_closed()
+        except Exception as error:  # of this file
+            self._report(error)
+            reason = _failure(error)
+        with self._changed:
+            self._closing = True
+        self._fail([*self._running, *self._arrived], reason)
+        self._end()
+
+    def _step_until_closed(self) -> None:
         """Step the engine while requests run, and wait while there are none."""
         while True:
             with self._changed:
                 while not (self._arrived or self._left or self._running or self._closing):
                     self._changed.wait()
+                if self._closing:
+                    return
                 arrived, self._arrived = self._arrived, []
                 left, self._left = self._left, []
-                if self._closing:
-                    break
             for running in left:
                 self._cancel(running)
             for running in arrived:
@@ -217,8 +235,6 @@ class EngineSource:
                 self._step()
             if not self._running:
                 self._end()
-        self._fail([*self._running, *arrived], SourceFailed("the server is stopping"))
-        self._end()
 
     def _add(self, running: _Running) -> None:
         """Give a request to the engine; between two calls, all of its pages are reserved."""

@@ -63,6 +63,11 @@ class TextStream:
         return self._text[start : self._sent]
 
 
+def no_number(name: str) -> float:
+    """Raise ValueError for NaN and infinities, which JSON does not have."""
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a function; `arguments` is the JSON of an object."""
@@ -82,7 +87,8 @@ def tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     calls = []
     for written in found:
         try:
-            call = json.loads(written)
+            call = json.loads(written, parse_constant=no_number)
+            json.dumps(call, ensure_ascii=False).encode()  # an escape may be half of a character
         except (ValueError, RecursionError):
             return text, []
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
