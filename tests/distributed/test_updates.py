@@ -17,6 +17,14 @@ from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
+GLM = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 0,
+}
+
 
 def _train(
     preset: str,
@@ -25,13 +33,14 @@ def _train(
     updates: int,
     options: dict[str, Any],
     at_once: int = 2**29,
+    mixture: bool = False,
 ) -> Any:
     """Return digests and metrics of supervised and reinforcement updates of a tiny policy."""
     gradients._AT_ONCE = at_once
     plan = PrecisionPlan.preset(preset).replace(**options)
     vocabulary = 320 if plan.lm_head == "fp8" else CONFIG["vocab_size"]  # FP8: halves of blocks
     config = {**CONFIG, "tie_word_embeddings": tied, "vocab_size": vocabulary}
-    policy = Policy.from_config(config, plan, seed=1)
+    policy = Policy.from_config(config | (GLM if mixture else {}), plan, seed=1)
     training = {"updates_per_step": updates, "optimizer_states": states, "lr": 1e-3}
     settings = Settings.model_validate(
         {
@@ -56,6 +65,13 @@ def _train(
     moments = {name: whole(tensor, shard_of(name)) for name, tensor in states_now.items()}
     masters, quantized = policy.whole_masters(), policy.weights.quantized_tensors()
     return results, digest_of(masters), digest_of(moments), digest_of(quantized), world().size
+
+
+def test_a_router_with_a_frozen_bias_is_the_same_on_all_ranks() -> None:
+    options = ("int8", True, "compact", 1, {}, 20_000, True)
+    alone = _train(*options)
+    for results in run_ranks(2, _train, *options):
+        assert results[:-1] == alone[:-1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.block import DenseShape
 from jetrl.models.experts_shape import ExpertsShape, OlmoeExperts, Qwen3Experts
-from jetrl.models.families import ModelConfig, linear_layers
+from jetrl.models.families import FURTHER_LAYERS, ModelConfig, linear_layers
 from jetrl.models.model import check_device
 from jetrl.models.peft import read_adapter, read_lora
 from jetrl.models.policy import Policy
@@ -29,6 +29,9 @@ from jetrl.precision.backend import HOPPER
 from jetrl.session.parity import locate, measure
 
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight".format
+
+
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts": None}
 
 
 def tiny(path: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:
@@ -82,6 +85,11 @@ def test_names_of_both_versions_of_transformers() -> None:
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
         ({"model_type": "qwen2_moe"}, "shared_expert_intermediate_size is missing"),
         ({"n_shared_experts": 1}, "n_shared_experts = 1"),
+        (GLM | {"n_group": 8, "topk_group": 4}, "n_group = 8: should be 1 or None"),
+        (GLM | {"n_routed_experts": None}, "n_routed_experts is missing"),
+        (GLM | {"num_experts_per_tok": 5}, "should be at most num_experts = 4"),
+        (GLM | {"partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01: 0 of 64 channels"),
+        (GLM | {"kv_lora_rank": 512, "model_type": "glm4_moe_lite"}, "latent attention"),
         ({"model_type": "olmoe", "head_dim": 32}, "2 heads of 32 are not hidden_size = 128"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
@@ -143,7 +151,7 @@ def test_a_gpu_refuses_experts_in_formats_without_kernels(
         check_device(config, plan, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("preset", ["bf16", "jet", "unified", "int8", "integer"])
 def test_sampler_and_trainer_have_the_same_bits(family: str, preset: str, tmp_path: Path) -> None:
     policy = Policy.from_pretrained(tiny(tmp_path / "model", family), preset)
@@ -192,6 +200,45 @@ def test_experts_are_read_fused_too(tmp_path: Path) -> None:
     expected = rf"{name} has shape \[8, 128, 256\], config.json expects \[8, 256, 128\]"
     with pytest.raises(UserError, match=expected):
         read_model(tmp_path / "model")
+
+
+def test_a_bias_for_choice_keeps_its_bits_in_every_file(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "glm4_moe", n_shared_experts=2)
+    bias = read_model(path)[1]["layers.1.router.e_score_correction_bias"]
+    assert not torch.equal(bias, bias.bfloat16().float())
+    policy = Policy.from_pretrained(path, "unified")
+    for dtype in ("bfloat16", "fp8"):
+        policy.save_pretrained(tmp_path / dtype, dtype=dtype)
+        stored = load_file(tmp_path / dtype / "model.safetensors")
+        assert torch.equal(stored["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+        assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    left = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert left["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.gate"]
+    back = Policy.from_pretrained(tmp_path / "fp8", "unified")
+    assert torch.equal(back.decoder.layers[1].block.choice_bias, bias)
+    result = measure(back, num_prompts=2, samples=1, max_tokens=4)
+    assert (result.tokens, result.different) == (8, 0)
+
+
+def test_layers_that_predict_later_tokens_are_not_read(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "glm4_moe")
+    further = "model.layers.2.eh_proj.weight"
+    change_tensors(path, lambda tensors: tensors.update({further: torch.zeros(2, 2)}))
+    with pytest.raises(UserError, match=f"no place for: {further}"):
+        read_model(path)
+    raw = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(raw))
+    Policy.from_pretrained(path, "bf16").save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())[FURTHER_LAYERS] == 0
+
+
+def test_a_gpu_refuses_heads_that_rotate_in_part(monkeypatch: Any) -> None:
+    able = dataclasses.replace(HOPPER, experts=True)
+    monkeypatch.setattr("jetrl.models.model.backend_for", lambda device: able)
+    config = config_of("glm4_moe", n_routed_experts=4, head_dim=64)
+    assert (config.rotary_dim, config.head_dim) == (32, 64)
+    with pytest.raises(UserError, match=r"rotate in part \(32 of 64 channels\)"):
+        check_device(config, PrecisionPlan.preset("jet"), torch.device("cuda"))
 
 
 def in_fp8(tensors: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetrl import Policy
+from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import fused_tensors, stored_tensors
 from jetrl.models.packed import ForwardInputs
@@ -41,6 +41,15 @@ YARN_ROPE = {
 }
 NO_PAD: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GLM: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "head_dim": 32,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.8,
+    **NO_PAD,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2-bias": ("qwen2", {"tie_word_embeddings": True}),
@@ -54,9 +63,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [2], **EXPERTS}),
     "olmoe": ("olmoe", {**EXPERTS, **NO_PAD}),
     "qwen2-experts": ("qwen2_moe", {"shared_expert_intermediate_size": 80, **EXPERTS}),
+    "glm4": ("glm4_moe", {**GLM, "use_qk_norm": True, "first_k_dense_replace": 2}),
+    "glm4-air": ("glm4_moe", {**GLM, "n_shared_experts": 2, "norm_topk_prob": False}),
 }
 
-MIXTURES = ["qwen3-experts", "olmoe", "qwen2-experts"]
+MIXTURES = ["qwen3-experts", "olmoe", "qwen2-experts", "glm4", "glm4-air"]
+
+
+def biases(model: Any) -> dict[str, torch.Tensor]:
+    """The buffers of routers, which are in files."""
+    return {n: x for n, x in model.named_buffers() if n.endswith("correction_bias")}
 
 
 def make(name: str, path: Path, experts: str = "grouped_mm") -> Any:
@@ -67,7 +83,7 @@ def make(name: str, path: Path, experts: str = "grouped_mm") -> Any:
         sizes = {**sizes, "experts_implementation": experts}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *biases(model).values()):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path)
     return model
@@ -110,6 +126,19 @@ def rounding(policy: Policy, tokens: int) -> float:
     return 2.0**-24 * math.sqrt(2 * terms)
 
 
+@pytest.mark.parametrize("name", ["qwen3-experts", "glm4"])
+def test_greedy_tokens_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path / "model")
+    policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
+    engine = RolloutEngine(policy, max_batch_size=2, num_pages=8)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompts = [[5, 9, 7], [100, 3]]
+    for prompt, completion in zip(prompts, engine.generate(prompts, params), strict=True):
+        options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+        theirs = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert list(completion.token_ids) == theirs.tolist()
+
+
 @pytest.mark.parametrize(
     "name, experts",
     [("qwen3", ""), *((name, sums) for name in MIXTURES for sums in ("grouped_mm", "eager"))],
@@ -130,6 +159,9 @@ def test_gradients_agree_with_transformers(name: str, experts: str, tmp_path: Pa
     stored |= {name: (whole,) for name, whole in fused_tensors(policy.config).items()}
     parameters = dict(model.named_parameters())
     for name, master in policy.master_weights().items():
+        if name.endswith("correction_bias"):
+            assert master.grad is None
+            continue
         parts = [parameters[part.name].grad for part in stored[name]]
         expected = torch.cat([part.flatten(0, part.dim() - 2) for part in parts])
         assert expected.norm() > 0, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.routing import balance_loss, route, router_entropy, row_shares
 from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.models.experts import Routes, observed_routes
+from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.routes import share_of_other_routes
 from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer
@@ -92,6 +94,26 @@ def test_exact_plans_need_no_second_forward(sample: Any) -> None:
     metrics = Trainer(policy, settings()).step(draw(policy, sample, seed=1)).metrics
     assert "experts/routes_different" not in metrics
     assert metrics["mismatch/num_different"] == 0
+
+
+def test_a_bias_for_choice_is_not_trained_and_survives_a_resume(
+    sample: Any, tmp_path: Path
+) -> None:
+    glm = {"model_type": "glm4_moe", "n_routed_experts": 6, "first_k_dense_replace": 0}
+    policy = make_policy("int8", **{**EXPERTS, **glm})
+    name = "layers.0.router.e_score_correction_bias"
+    before = policy.master_weights()[name].detach().clone()
+    trainer = Trainer(policy, settings({"weight_decay": 0.1, "optimizer_states": "fp32"}))
+    metrics = trainer.step(draw(policy, sample, seed=1)).metrics
+    assert (metrics["mismatch/num_different"], metrics["policy/grad_norm"] > 0) == (0, True)
+    assert torch.equal(policy.master_weights()[name], before)
+    path = Checkpoints(tmp_path).save(1, policy, trainer.optimizer, {})
+    other = make_policy("int8", seed=5, **{**EXPERTS, **glm})
+    assert not torch.equal(other.master_weights()[name], before)
+    Checkpoints(tmp_path).load(path, other, Trainer(other, trainer.settings).optimizer)
+    assert torch.equal(other.master_weights()[name], before)
+    tokens = [[3, 1, 4, 1, 5]]
+    assert torch.equal(other.logprobs(tokens)[0], policy.logprobs(tokens)[0])
 
 
 def loads(policy: Any, samples: Any) -> float:

@@ -12,7 +12,7 @@ import argparse
 import functools
 
 from jetrl.models.block import DenseShape, LayerHalf
-from jetrl.models.experts_shape import OlmoeExperts, Qwen2Experts, Qwen3Experts
+from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import Mixer
 
 
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--num-kv-heads", default=2, help="key and value heads")
     size("--head-dim", help="channels per head (default: 64; olmoe: hidden size / heads)")
     kinds: tuple[type[LayerHalf], ...]
-    kinds = (*Mixer.__subclasses__(), OlmoeExperts, Qwen2Experts, Qwen3Experts, DenseShape)
+    experts = (Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts)
+    kinds = (*Mixer.__subclasses__(), *experts, DenseShape)
     for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
         for usual in field.examples or ():
             about = f"{field.description} (default: {usual})"

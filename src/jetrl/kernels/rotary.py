@@ -40,12 +40,14 @@ def rotary(x: Tensor, positions: Tensor, table: Tensor, exponents: Tensor | None
     """Return x [T, H, D] rotated by positions [T], in float32, rounded once to the dtype of x.
 
     Args:
-        table: float32 [max_positions, 2, D/2], from `rotary_table`.
+        table: float32 [max_positions, 2, R/2], from `rotary_table`. If R is below D, only the first
+            R channels of a head are rotated.
         exponents: int8 [H, D/2] for `smooth`, or None for no smoothing.
     """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    half = table.shape[-1]
+    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
     return (turned if exponents is None else smooth(turned, exponents)).to(x.dtype)
 
 
@@ -53,7 +55,7 @@ def smooth(x: Tensor, exponents: Tensor) -> Tensor:
     """Return float32 heads x [T, H, D] scaled by 2**exponents, then Hadamard-rotated.
 
     The Hadamard matrix has entries 1 and -1, in blocks of the largest power of two that divides D.
-    Both channels of a rotary pair, i and i + D/2, share one exponent.
+    Channels i and i + D/2, a rotary pair if all of a head is rotated, share one exponent.
 
     Args:
         exponents: int8 [H, D/2], from `models.key_smoothing.head_exponents`.

@@ -19,6 +19,7 @@ class RoutingRule:
         normalized: Whether a token's weights are divided by their sum.
         floor: Added to that sum, against division by zero.
         scale: By which weights are multiplied at the end.
+        wide: Whether logits are float32, in place of the dtype of activations.
     """
 
     num_chosen: int
@@ -26,3 +27,4 @@ class RoutingRule:
     normalized: bool = True
     floor: float = 0.0
     scale: float = 1.0
+    wide: bool = False

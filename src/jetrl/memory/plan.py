@@ -458,7 +458,7 @@ def quantized_bytes(
     """
     rest = number_format(plan.rest)
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero
-    total = tables * 4 * config.max_position_embeddings * config.head_dim
+    total = tables * 4 * config.max_position_embeddings * config.rotary_dim
     vocabulary = (config.vocab_size, config.hidden_size)
     total += rest.weight_bytes(vocabulary)
     heads = {plan.rounding(side, number_format(plan.on(side).lm_head)) for side in sides}

@@ -50,7 +50,7 @@ class _PackedAttention(torch.autograd.Function):
         # Rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D].
         kernels = device_kernels(qkv)
         codes = KeyValueCodes.empty(
-            len(qkv), rope.num_kv_heads, rope.head_dim, kv_format=plan.kv, device=qkv.device
+            len(qkv), rope.num_kv_heads, rope.head_dim(qkv), kv_format=plan.kv, device=qkv.device
         )
         q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes,

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from jetrl.files import Stored
 
@@ -49,10 +49,20 @@ class LayerHalf(Stored, ABC, extra="ignore"):
     by_name: ClassVar[tuple[str, ...]] = ()
     """The linear layers that `adapter.targets` selects only by their names, not as all-linear."""
 
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """The parameters that are never trained: vectors in float32, here and in every file."""
+
     @classmethod
     def tiny(cls) -> dict[str, Any]:
         """Return the required keys of a tiny model."""
-        return {key: f.examples[0] for key, f in cls.model_fields.items() if f.examples}
+        keys = cls.keys()
+        return {keys[name]: f.examples[0] for name, f in cls.model_fields.items() if f.examples}
+
+    @classmethod
+    def keys(cls) -> dict[str, str]:
+        """Return the key of config.json for each field, the first of several."""
+        aliases = ((name, field.validation_alias) for name, field in cls.model_fields.items())
+        return {n: str(a.choices[0]) if isinstance(a, AliasChoices) else n for n, a in aliases}
 
     @abstractmethod
     def parameter_shapes(self, hidden: int) -> Shapes:

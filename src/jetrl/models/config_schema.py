@@ -22,9 +22,9 @@ Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positions = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 LayerTypes = Annotated[list[Name], Field(max_length=MOST_LAYERS)]
-NoShared = Literal[0, None]
 OneGroup = Literal[1, None]  # of experts, in routers that choose groups first
 Off = Literal[False, None]  # a switch whose other state this decoder does not compute
 
@@ -35,7 +35,7 @@ class Rope(Stored):
     rope_type: Name | None = None
     type: Name | None = None
     rope_theta: Theta | None = None
-    partial_rotary_factor: Any = None
+    partial_rotary_factor: Share | None = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -76,19 +76,20 @@ class HfConfig(Named):
     rope_theta: Theta
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
+    partial_rotary_factor: Share | None = None
     tie_word_embeddings: bool | None = None
     use_sliding_window: Off = None
     sliding_window: int | None = None
     no_rope_layers: Annotated[list[Literal[0, 1]], Field(max_length=MOST_LAYERS)] | None = None
     no_rope_layer_interval: Positions = 4
-    attention_bias: Off = None
+    attention_bias: bool | None = None
+    use_qk_norm: bool | None = None
     mlp_bias: Off = None
     clip_qkv: Off = None
     expert_capacity: Off = None
     capacity_factor: Off = None
     moe_capacity_factor: Off = None
     drop_tokens: Off = None
-    n_shared_experts: NoShared = None
     n_group: OneGroup = None
     topk_group: OneGroup = None
     hidden_act: Literal["silu", "swish"]  # two names of one function

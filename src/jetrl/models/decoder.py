@@ -32,7 +32,7 @@ from jetrl.models.attention import Attention, KeyValues, WideNormedAttention
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.experts import ExpertsBlock
-from jetrl.models.experts_shape import OlmoeExperts, Qwen2Experts, Qwen3Experts
+from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused
@@ -55,6 +55,7 @@ BLOCKS: dict[type[Block], Any] = {
     Qwen3Experts: ExpertsBlock,
     Qwen2Experts: ExpertsBlock,
     OlmoeExperts: ExpertsBlock,
+    Glm4Experts: ExpertsBlock,
 }
 
 
@@ -124,10 +125,10 @@ class Decoder(nn.Module):
         scaling, context = config.rope_scaling, config.max_position_embeddings
         # A layer without rotary positions turns by angles of zero, which changes no bit.
         if not all(layer.rotates for layer in config.layers):
-            still = rotary_table(np.zeros(config.head_dim // 2), context)
+            still = rotary_table(np.zeros(config.rotary_dim // 2), context)
             self.register_buffer("still_table", still.to(weights.device), persistent=False)
         factor = 1.0 if scaling is None else scaling.attention_factor
-        frequencies = frequencies_of(config.head_dim, config.rope_theta, scaling)
+        frequencies = frequencies_of(config.rotary_dim, config.rope_theta, scaling)
         table = rotary_table(frequencies, context, factor)
         self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
         self.register_buffer("exponents", exponents, persistent=False)

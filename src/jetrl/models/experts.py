@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from jetrl.kernels.routing import route
@@ -62,11 +63,17 @@ class ExpertsBlock(nn.Module):
         for format in formats.values():
             shape.check_formats(len(self.norm.weight), format)
         self.router = weights.linear(f"{name}.router", weights.rest)
+        if shape.rule.wide:
+            self.router.out_dtype = torch.float32
+        self.choice_bias: nn.Parameter | None = None
+        if shape.choice_bias:
+            self.choice_bias = weights.master(f"{name}.{shape.buffers[0]}")
         self.gate_up = weights.linear(f"{name}.gate_up", formats)
         self.down = weights.linear(f"{name}.down", formats)
         self.shared_gate: Linear | None = None
-        if shape.shared_width:
+        if shape.shared_gate:
             self.shared_gate = weights.linear(f"{name}.shared_gate", weights.rest)
+        if shape.shared_width:
             self.shared_gate_up = weights.linear(f"{name}.shared_gate_up", formats)
             self.shared_down = weights.linear(f"{name}.shared_down", formats)
 
@@ -79,7 +86,7 @@ class ExpertsBlock(nn.Module):
         tell(trace, "post_norm", normed)
         logits = router_logits(normed, self.router, side)
         tell(trace, "router", logits)
-        chosen, shares = route(logits, self.shape.rule)
+        chosen, shares = route(logits, self.shape.rule, self.choice_bias)
         if self.observer is not None:
             self.observer(Routes(logits, chosen, self.shape.rule))
         tell(trace, "experts", chosen)
@@ -92,12 +99,14 @@ class ExpertsBlock(nn.Module):
         outputs = adapted_grouped_linear(gated, self.down, groups, side)
         _tell_slots(trace, "down", outputs, groups)
         delta = combine(outputs, shares, groups)
+        gate = None
         if self.shared_gate is not None:
             gate = router_logits(normed, self.shared_gate, side)
             tell(trace, "shared_gate", gate)
+        if self.shape.shared_width:
             shared = self.shared_down(swiglu(self.shared_gate_up(normed, side)), side)
             tell(trace, "shared_down", shared)
-            delta = add_shared(delta, shared, gate)
+            delta = delta + shared if gate is None else add_shared(delta, shared, gate)
         tell(trace, "combined", delta)
         return x, delta
 

@@ -34,6 +34,8 @@ _Layers = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]  # a tuple, so that records can be hashed
 
+_CHOICE_BIAS = "router.e_score_correction_bias"  # its name in files too, of the module `mlp.gate`
+
 
 class ExpertsShape(Block):
     """The base class of the records of experts.
@@ -56,6 +58,7 @@ class ExpertsShape(Block):
     ]
     num_experts_per_tok: Annotated[_Count, Field(description="experts per token", examples=[2])]
     shared_expert_intermediate_size: Literal[0, None] = None
+    n_shared_experts: Literal[0, None] = None
     norm_topk_prob: bool = False
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
 
@@ -77,6 +80,16 @@ class ExpertsShape(Block):
     def shared_width(self) -> int:
         """The inner size of the expert that all tokens share; 0 without one."""
         return 0
+
+    @property
+    def shared_gate(self) -> bool:
+        """Return whether a gate scales the shared expert's output."""
+        return False
+
+    @property
+    def choice_bias(self) -> bool:
+        """Return whether a bias, a buffer, is added to scores for the choice."""
+        return bool(self.buffers)
 
     @property
     def rule(self) -> RoutingRule:
@@ -195,20 +208,93 @@ class Qwen2Experts(Qwen3Experts):
     def shared_width(self) -> int:
         return int(self.shared_expert_intermediate_size)
 
+    @property
+    def shared_gate(self) -> bool:
+        return True
+
     def parameter_shapes(self, hidden: int) -> Shapes:
-        return super().parameter_shapes(hidden) | {
-            "shared_gate.weight": (1, hidden),
-            "shared_gate_up.weight": (2 * self.shared_width, hidden),
-            "shared_down.weight": (hidden, self.shared_width),
-        }
+        shared = _shared_shapes(hidden, self.shared_width)
+        return super().parameter_shapes(hidden) | {"shared_gate.weight": (1, hidden)} | shared
 
     def stored_names(self, fused: bool) -> Names:
-        shared = "mlp.shared_expert"
-        return super().stored_names(fused) | {
-            "shared_gate": ("mlp.shared_expert_gate",),
-            "shared_gate_up": (f"{shared}.gate_proj", f"{shared}.up_proj"),
-            "shared_down": (f"{shared}.down_proj",),
-        }
+        gate = {"shared_gate": ("mlp.shared_expert_gate",)}
+        return super().stored_names(fused) | gate | _shared_names("mlp.shared_expert")
+
+
+class Glm4Experts(ExpertsShape):
+    """Experts of glm4_moe, behind DeepSeek-V3's router (arXiv 2412.19437, sec. 2.1.2).
+
+    Scores are sigmoids of float32 logits. `e_score_correction_bias` is added for the choice only;
+    its rule of adjusting it by loads is not trained here, so it stays as it is. The shared expert
+    has no gate, and the first layers are dense.
+
+    Attributes:
+        routed_scaling_factor: By which the weights of chosen experts are multiplied.
+    """
+
+    linears = ("gate_up", "down", "shared_gate_up", "shared_down")
+    buffers = (_CHOICE_BIAS,)
+
+    num_experts: Annotated[
+        _Count,
+        Field(
+            description="experts per layer",
+            examples=[8],
+            validation_alias=AliasChoices("n_routed_experts", "num_local_experts"),
+        ),
+    ]
+    moe_intermediate_size: Annotated[
+        _Width, Field(description="inner channels of an expert", examples=[128])
+    ]
+    intermediate_size: Annotated[
+        _Width, Field(description="inner channels of dense layers", examples=[384])
+    ]
+    n_shared_experts: Annotated[int, Field(ge=0, le=2**14)] = 1  # type: ignore[assignment]
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
+    routed_scaling_factor: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    norm_topk_prob: bool = True
+
+    @property
+    def width(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        return self.moe_intermediate_size * self.n_shared_experts
+
+    @property
+    def rule(self) -> RoutingRule:
+        return RoutingRule(
+            num_chosen=self.num_experts_per_tok,
+            scores="sigmoid",
+            normalized=self.norm_topk_prob,
+            floor=1e-20,
+            scale=self.routed_scaling_factor,
+            wide=True,
+        )
+
+    def of_layer(self, index: int) -> Block:
+        if index < self.first_k_dense_replace:
+            return DenseShape(intermediate_size=self.intermediate_size)
+        return self
+
+    def parameter_shapes(self, hidden: int) -> Shapes:
+        shapes = super().parameter_shapes(hidden) | {_CHOICE_BIAS: (self.num_experts,)}
+        return shapes | (_shared_shapes(hidden, self.shared_width) if self.shared_width else {})
+
+    def stored_names(self, fused: bool) -> Names:
+        return super().stored_names(fused) | _shared_names("mlp.shared_experts")
+
+
+def _shared_shapes(hidden: int, width: int) -> Shapes:
+    return {"shared_gate_up.weight": (2 * width, hidden), "shared_down.weight": (hidden, width)}
+
+
+def _shared_names(module: str) -> Names:
+    return {
+        "shared_gate_up": (f"{module}.gate_proj", f"{module}.up_proj"),
+        "shared_down": (f"{module}.down_proj",),
+    }
 
 
 class OlmoeExperts(ExpertsShape):

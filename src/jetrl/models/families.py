@@ -32,9 +32,10 @@ from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
 from jetrl.models.block import Block, DenseShape, LayerHalf, Shapes
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
-from jetrl.models.experts_shape import OlmoeExperts, Qwen2Experts, Qwen3Experts
+from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
-from jetrl.models.rope import TYPES, Scaling, read_rope
+from jetrl.models.rope import TYPES, Scaling, read_rope, rotary_channels
+from jetrl.settings.section import MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Family:
         architecture: The class in transformers, as in config.json's `architectures`.
         attention: The mixer of layers that are not in `mixers`.
         mixers: The mixers other than attention, by their names in `layer_types`.
+        qkv_bias: Attention has a bias; None: if config.json's `attention_bias` says so.
+        qk_norm: Attention has norms of query and key heads; None: if `use_qk_norm` says so.
+        rotates_in_part: Heads may rotate in part (`partial_rotary_factor`).
         fused: Checkpoints store Q, K and V as one tensor, and gate and up as another.
         window_in_use: `sliding_window` applies even without `use_sliding_window`.
         rope_types: The supported values of `rope_type`. In phi3, `yarn` is an old name of longrope,
@@ -55,8 +59,9 @@ class Family:
     block: type[Block] = DenseShape
     attention: type[AttentionShape] = AttentionShape
     mixers: Mapping[str, type[Mixer]] = field(default_factory=dict)
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    qk_norm: bool | None = False
+    rotates_in_part: bool = False
     fused: bool = False
     window_in_use: bool = False
     rope_types: tuple[str, ...] = TYPES
@@ -77,6 +82,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", Qwen3Experts, qk_norm=True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", Qwen2Experts, qkv_bias=True),
     "olmoe": Family("OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", Glm4Experts, qkv_bias=None, qk_norm=None, rotates_in_part=True
+    ),
 }
 Head = Literal["lm", "score"]
 """The output of the decoder: token logits (ForCausalLM), or one number per token
@@ -89,7 +97,14 @@ _MOST_TOKENS = 2**31  # in a vocabulary
 _DEFAULTED = {"rms_norm_eps", "rope_theta", "hidden_act"}
 _FLAT = (  # order of `ModelConfig.flat`; "layers" stands for the keys of blocks and other mixers
     *("family", "vocab_size", "hidden_size", "layers", "num_layers", "num_heads", "num_kv_heads"),
-    *("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "tie_word_embeddings"),
+    *(
+        "head_dim",
+        "rotary_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "tie_word_embeddings",
+    ),
     *("qkv_bias", "qk_norm", "max_position_embeddings", "eos_token_ids", "raw", "head"),
     "layers_without_rope",
 )
@@ -112,6 +127,7 @@ class ModelConfig:
 
     Attributes:
         family: A key of `FAMILIES`.
+        rotary_dim: The leading channels of a head that rotate; mostly all.
         eos_token_ids: The ids in config.json; `hf.eos_token_ids` adds those of other files.
         raw: All of config.json, `quantization_config` and unknown keys included.
     """
@@ -120,6 +136,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerShape, ...]
+    rotary_dim: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Scaling | None
@@ -177,6 +194,8 @@ class ModelConfig:
         names = ("num_layers", "layers_without_rope")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
         del values["layers"]
+        if self.rotary_dim == self.head_dim:  # absent in checkpoints of earlier versions
+            del values["rotary_dim"]
         for layer in self.layers:
             values |= layer.block.model_dump() | layer.mixer.model_dump()
         place = {name: index for index, name in enumerate(_FLAT)}
@@ -207,12 +226,14 @@ class ModelConfig:
                 "default) if full attention is meant"
             )
         layers = _layers(hf, values, family)
+        head_dim = next(x.mixer for x in layers if isinstance(x.mixer, AttentionShape)).head_dim
         rope_theta, rope_scaling = read_rope(hf, shared.rope_types)
         model = cls(
             family=family,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
             layers=layers,
+            rotary_dim=rotary_channels(hf, head_dim, shared.rotates_in_part),
             rms_norm_eps=hf.rms_norm_eps,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -238,7 +259,8 @@ def defaults(family: str) -> Mapping[str, Any]:
     for base in reversed(kind.__mro__):
         parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
         known |= {name: p.default for name, p in parameters if p.default is not p.empty}
-    known["rope_theta"] = kind().rope_parameters["rope_theta"]
+    rope = kind().rope_parameters
+    known |= {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     fields = dict(HfConfig.model_fields)
     for record in FAMILIES[family].records:
         fields |= record.model_fields
@@ -264,8 +286,10 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in elements; tied embeddings count once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    """Return the number of parameters in elements; tied embeddings count once, buffers do not."""
+    buffers = buffer_names(config)
+    shapes = parameter_shapes(config).items()
+    return sum(math.prod(shape) for name, shape in shapes if name not in buffers)
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
@@ -396,12 +420,14 @@ def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
             f"config.json: num_attention_heads = {num_heads} heads of {head_dim} are not "
             f"hidden_size = {hidden_size}, over which {shared.architecture} has its query norm"
         )
+    if hf.attention_bias and shared.qkv_bias is not None:
+        raise UserError("config.json: attention_bias = True: should be False or None")
     return shared.attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        qkv_bias=shared.qkv_bias,
-        qk_norm=shared.qk_norm,
+        qkv_bias=bool(hf.attention_bias if shared.qkv_bias is None else shared.qkv_bias),
+        qk_norm=bool(hf.use_qk_norm if shared.qk_norm is None else shared.qk_norm),
     )
 
 
@@ -420,7 +446,7 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
 
 def _check_positions(model: ModelConfig) -> None:
     """Raise a UserError if the table of rotary positions is larger than the weights."""
-    size = 4 * model.max_position_embeddings * model.head_dim
+    size = 4 * model.max_position_embeddings * model.rotary_dim
     if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
         raise UserError(
             f"config.json: max_position_embeddings = {model.max_position_embeddings}: the table of "
@@ -429,6 +455,7 @@ def _check_positions(model: ModelConfig) -> None:
 
 
 FP8_BLOCK = (128, 128)  # elements of a weight that share a scale, in checkpoints and in the policy
+FURTHER_LAYERS = "num_nextn_predict_layers"  # of config.json
 SCALE_SUFFIX = "_scale_inv"  # for the scales of an FP8 weight: value = code * scale
 
 _WHOLE = {
@@ -446,6 +473,7 @@ class StoredTensor:
     Attributes:
         layer: The index of the decoder layer; None outside of layers.
         linear_weight: Whether the tensor is the weight of a linear layer in a decoder layer.
+        buffer: Whether it is never trained, and in float32 in every file.
         first_row: The first row of the tensor in the parameter.
     """
 
@@ -454,6 +482,7 @@ class StoredTensor:
     layer: int | None
     linear_weight: bool
     first_row: int = 0
+    buffer: bool = False
 
     @property
     def module(self) -> str:
@@ -479,6 +508,22 @@ def fused_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return found
 
 
+def further_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of layers that predict later tokens, which follow those of the decoder.
+
+    Files of some families have them. As in transformers, they are not read.
+    """
+    count, past = config.raw.get(FURTHER_LAYERS), len(config.layers)
+    count = min(count, MOST_LAYERS) if isinstance(count, int) else 0
+    return tuple(f"model.layers.{number}." for number in range(past, past + count))
+
+
+def buffer_names(config: ModelConfig) -> frozenset[str]:
+    """Return the parameters that are never trained, by jetrl's name."""
+    tensors = stored_tensors(config).items()
+    return frozenset(name for name, parts in tensors if parts[0].buffer)
+
+
 def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the stored weights of each linear layer of decoder layers, by jetrl's name."""
     tensors = stored_tensors(config).items()
@@ -495,9 +540,17 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     rows = half.stored_rows.get(module) if len(names) > 1 else None
     rows = rows or (shape[0] // len(names),) * len(names)
     linear = kind == "weight" and module in half.linears
+    buffer = f"{module}.{kind}" in half.buffers
     prefix = f"model.layers.{number}"
     starts = accumulate(rows, initial=0)
     return tuple(
-        StoredTensor(f"{prefix}.{part}.{kind}", (count, *shape[1:]), int(number), linear, first)
+        StoredTensor(
+            name=f"{prefix}.{part}.{kind}",
+            shape=(count, *shape[1:]),
+            layer=int(number),
+            linear_weight=linear,
+            first_row=first,
+            buffer=buffer,
+        )
         for part, count, first in zip(names, rows, starts, strict=False)
     )

@@ -188,6 +188,7 @@ class _StoredWeights(CodedWeights):
             **{name: (whole,) for name, whole in fused if whole.name in self._files},
         }
         self._tied = config.tie_word_embeddings
+        self._further = families.further_layers(config)
         self.names, self.codes = self._parts, None if layout is None else self._codes
 
     def __getitem__(self, name: str) -> Tensor:
@@ -254,7 +255,11 @@ class _StoredWeights(CodedWeights):
             used |= {*names}
         unread = () if self._layout is None else self._layout.unread
         ignored = (*_IGNORED_SUFFIXES, *unread)
-        extra = sorted(name for name in set(self._files) - used if not name.endswith(ignored))
+        extra = sorted(
+            name
+            for name in set(self._files) - used
+            if not name.endswith(ignored) and not name.startswith(self._further)
+        )
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
             raise UserError(

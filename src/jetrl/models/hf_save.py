@@ -33,7 +33,15 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import NonFiniteError, StorageError, UserError, is_of_disk
-from jetrl.models.families import FP8_BLOCK, SCALE_SUFFIX, ModelConfig, StoredTensor, stored_tensors
+from jetrl.models.families import (
+    FP8_BLOCK,
+    FURTHER_LAYERS,
+    SCALE_SUFFIX,
+    ModelConfig,
+    StoredTensor,
+    further_layers,
+    stored_tensors,
+)
 from jetrl.models.hf_files import sync
 from jetrl.precision.quantize import dithered_bf16, quantize
 from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
@@ -80,16 +88,17 @@ class Encoding:
                 part.name: quantized.codes.cpu().contiguous(),
                 part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
             }
+        dtype = torch.float32 if part.buffer else self.torch_dtype
         if self.is_dithered(part):
             rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
         # Rounded before the copy to the CPU, to halve its bytes. A copy in any case, since
         # safetensors refuses tensors that share memory.
-        return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
+        return {part.name: rows.to(dtype, copy=True).cpu().contiguous()}
 
     def num_bytes(self, part: StoredTensor) -> int:
         numbers = math.prod(part.shape)
         if not self.is_fp8(part):
-            return numbers * self.torch_dtype.itemsize
+            return numbers * (4 if part.buffer else self.torch_dtype.itemsize)
         if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
             raise UserError(
                 f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, and vLLM "
@@ -242,6 +251,8 @@ def _config_json(config: ModelConfig, encoding: Encoding) -> dict[str, Any]:
         "torch_dtype": named,  # of transformers 4
     }
     contents.pop("quantization_config", None)
+    if further_layers(config):
+        contents[FURTHER_LAYERS] = 0  # they are not read
     if config.head == "score":
         contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if encoding.dtype == "fp8":

@@ -7,7 +7,8 @@ and queries are multiplied by it, then both heads are multiplied by a Hadamard m
 
 The factors are functions of the weights that a model is opened with, not of any text: the square
 root of each rotary pair's expected size, rounded to a power of two. A pair has one factor, so the
-factors commute with rotary positions. A run keeps its factors; they are stored in its checkpoints
+factors commute with rotary positions; if a head rotates in part, channels i and i + D / 2 have one
+all the same, which no score depends on. A run keeps its factors; they are stored in its checkpoints
 and never recomputed from trained weights.
 
 Sources: SmoothQuant (arXiv 2211.10438) for the factors, QuaRot (arXiv 2404.00456) for the rotation.

@@ -68,7 +68,7 @@ class Rotation:
 
     Attributes:
         positions: int64 [T], each token's position in its sequence.
-        table: float32 [positions, 2, D / 2], cosines and sines.
+        table: float32 [positions, 2, R / 2], cosines and sines of the R channels that rotate.
         exponents: As in `Rotary`.
     """
 
@@ -85,7 +85,7 @@ class Rotary:
 
     Attributes:
         positions: int64 [T], each token's position in its sequence.
-        table: float32 [positions, 2, D / 2], cosines and sines.
+        table: float32 [positions, 2, R / 2], cosines and sines of the R channels that rotate.
         norms: The norms of query heads and of key heads, before the rotation; None if absent.
         exponents: int8 [H + G, D / 2], for smoothing queries and keys after the rotation
             (`key_smoothing.head_exponents`); None for no smoothing.
@@ -101,9 +101,9 @@ class Rotary:
     trace: Trace | None = None
     as_values: bool = False
 
-    @property
-    def head_dim(self) -> int:
-        return 2 * self.table.shape[-1]
+    def head_dim(self, qkv: Tensor) -> int:
+        """Return D, the size of a head in qkv [T, (H + 2G) * D]."""
+        return qkv.shape[-1] // (self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def norm_weights(self) -> tuple[Tensor, Tensor] | None:
@@ -120,7 +120,7 @@ class Rotary:
         `qkv` is [T, (H + 2G) * D]: query heads, key heads, values.
         """
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim(qkv))).split(counts, dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
         of_q = of_k = None

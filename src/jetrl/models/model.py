@@ -354,6 +354,11 @@ def check_device(
         )
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)
+    if config.rotary_dim != config.head_dim:
+        raise UserError(
+            f"{backend.gpus} has no kernels for heads that rotate in part ({config.rotary_dim} of "
+            f"{config.head_dim} channels): use run.device=cpu, or run.backend=reference (slow)"
+        )
 
 
 def _check_expert_formats(config: ModelConfig, plan: PrecisionPlan, backend: Backend) -> None:

@@ -85,13 +85,13 @@ class YarnScaling:
 Scaling = RopeScaling | YarnScaling
 
 
-def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
-    """Return the rotary inverse frequencies, radians per position: float64 [head_dim / 2].
+def frequencies_of(rotary_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
+    """Return the rotary inverse frequencies, radians per position: float64 [rotary_dim / 2].
 
-    Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), stretched by the
-    rule if there is one.
+    Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / rotary_dim), stretched by
+    the rule if there is one.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     frequencies = 1.0 / np.array([angles.power(theta, float(each)) for each in exponents])
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
@@ -101,15 +101,9 @@ def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, 
 
     If both are there, the choice is that of transformers.
     """
-    key, rope = "rope_scaling", config.rope_scaling
-    if rope is None or not rope.model_fields_set:
-        key, rope = "rope_parameters", config.rope_parameters or Rope()
+    key, rope = _chosen(config)
     if any(isinstance(value, Mapping) for value in (rope.model_extra or {}).values()):
         raise UserError(f"config.json: {key} differs by layer type, which is not supported")
-    share = rope.partial_rotary_factor
-    share = (config.model_extra or {}).get("partial_rotary_factor") if share is None else share
-    if share not in (None, 1, 1.0):
-        raise UserError(f"config.json: partial_rotary_factor = {share!r}; only 1.0 is supported")
     theta = rope.rope_theta or config.rope_theta
     kind = rope.rope_type or rope.type or "default"
     if kind == "default":
@@ -123,6 +117,29 @@ def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, 
     make = _llama3 if kind == "llama3" else _yarn
     where = f"config.json ({key}, {kind})"
     return theta, make(rope, where, original or config.max_position_embeddings)
+
+
+def rotary_channels(config: HfConfig, head_dim: int, in_part: bool) -> int:
+    """Return how many leading channels of a head rotate, by `partial_rotary_factor`.
+
+    Raises UserError for a share that makes no pairs, or below 1 unless `in_part`.
+    """
+    share = _chosen(config)[1].partial_rotary_factor
+    share = config.partial_rotary_factor if share is None else share
+    size = head_dim if share is None else int(head_dim * share)
+    what = f"config.json: partial_rotary_factor = {share!r}"
+    if size != head_dim and not in_part:
+        raise UserError(f"{what}; only 1.0 is supported for this family")
+    if size % 2 or not 0 < size <= head_dim:
+        raise UserError(f"{what}: {size} of {head_dim} channels; rotary positions need pairs")
+    return size
+
+
+def _chosen(config: HfConfig) -> tuple[str, Rope]:
+    """Return the rule that transformers reads, and its key."""
+    if config.rope_scaling is None or not config.rope_scaling.model_fields_set:
+        return "rope_parameters", config.rope_parameters or Rope()
+    return "rope_scaling", config.rope_scaling
 
 
 def _needed(rope: Rope, where: str, key: str) -> float:

@@ -153,16 +153,16 @@ def make_tiny(
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
     records, mixers = FAMILIES[family].records, FAMILIES[family].mixers
     wide_norm = FAMILIES[family].attention is WideNormAttention
-    fields = [name for record in records for name in record.model_fields]
-    for key in block.keys() - set(fields):
-        raise UserError(f"{family} has no {key}: {', '.join(fields)}")
+    keys = {name: key for record in records for name, key in record.keys().items()}
+    for name in block.keys() - keys.keys():
+        raise UserError(f"{family} has no {name}: {', '.join(keys)}")
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,
         **{key: value for record in records for key, value in record.tiny().items()},
-        **block,
+        **{keys[name]: value for name, value in block.items()},
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,

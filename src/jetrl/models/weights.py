@@ -30,6 +30,7 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
+from jetrl.models.families import buffer_names
 from jetrl.models.planes_head import PlanesHead
 from jetrl.models.source import ModelSource
 from jetrl.precision.adapter_weight import AdapterWeight
@@ -53,7 +54,7 @@ class Weights:
     Attributes:
         tensors: Every parameter by name, any floating dtype, until all layers are built.
         masters: The FP32 parameters that the optimizer updates, by name; this rank's rows if
-            divided.
+            divided. Buffers are among them, without gradients: checkpoints and exports have both.
         shards: The divisions of divided matrices, by name.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
         rest: The format of embeddings and norms on each side.
@@ -83,6 +84,7 @@ class Weights:
                 "precision.preset=fp32 needs whole master weights, which are divided among several "
                 "processes: use one process, or another preset"
             )
+        buffers = buffer_names(source.config)
         divided = ranks.size > 1 and device.type != "meta"
         self.masters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, Shard] = {}
@@ -93,7 +95,8 @@ class Weights:
                 if shard is not None:
                     self.shards[name] = shard
                     tensor = tensor[shard.own_rows].clone()
-            self.masters[name] = nn.Parameter(tensor.to(device, torch.float32))
+            trainable = name not in buffers
+            self.masters[name] = nn.Parameter(tensor.to(device, torch.float32), trainable)
         self.gradients = Gradients()
         if divided and not frozen:
             self.gradients = OrderedGradients(ranks, self.masters, self.shards)

@@ -345,7 +345,8 @@ class OrderedGradients(Gradients):
     def begin_update(self) -> None:
         self._sums.clear()
         expected = {master for master, _ in self.expected}
-        by_autograd = [master for master in self._masters.values() if master not in expected]
+        trained = (master for master in self._masters.values() if master.requires_grad)
+        by_autograd = [master for master in trained if master not in expected]
         self._autograd_sums = _AutogradSums(by_autograd)
         self._stages.clear()
         for master, dtype in self.expected:

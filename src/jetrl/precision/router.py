@@ -5,7 +5,7 @@ The router's weight is stored in BF16. Both operands are rotated and put in two 
 any order. Operation by operation, in float32, each rounded; c are the 15-bit integers:
 
     FProp   (c_x, s_x) = planes(rotate(x)) per token,  (c_w, s_w) = planes(rotate(w)) per expert
-            l = (float32(sum(c_x * c_w)) * s_x) * s_w             over D, rounded to BF16
+            l = (float32(sum(c_x * c_w)) * s_x) * s_w             over D, in the dtype of logits
     DGrad   (c, s) = planes(dl * s_w) per token, along the experts
             dx = bfloat16(rotate(float32(sum(c * c_w)) * s))      over the experts
     WGrad   (c, s) = planes(dl * s_x) per expert, along the tokens of a chunk of 65,536
@@ -33,13 +33,16 @@ _CHUNK_TOKENS = 65536
 
 
 def router_logits(x: Tensor, router: Linear, side: Side) -> Tensor:
-    """Return logits [T, E] of x [T, D] in its dtype, in integers under a plan that is defined."""
+    """Return logits [T, E] of x [T, D] in the router's output dtype.
+
+    Under a plan that is defined, they are computed in integers.
+    """
     if not router.plan.defined:
         logits: Tensor = router(x, side)
         return logits
     weight = router.operand(side)
     assert isinstance(weight, Tensor), "a router is not in codes"
-    logits = _RouterProduct.apply(x, router.weight, weight, router.gradients)
+    logits = _RouterProduct.apply(x, router.weight, weight, router.out_dtype, router.gradients)
     return logits
 
 
@@ -48,13 +51,18 @@ class _RouterProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, master: Tensor, weight: Tensor, gradients: Gradients
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        weight: Tensor,
+        out_dtype: torch.dtype,
+        gradients: Gradients,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.master, ctx.gradients = master, gradients
         of_x, of_w = planes_of_rows(x), planes_of_rows(weight)
         sums = of_x.codes() @ of_w.codes().mT
-        return (sums.float() * of_x.scales * of_w.scales.mT).to(x.dtype)
+        return (sums.float() * of_x.scales * of_w.scales.mT).to(out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,4 +80,4 @@ class _RouterProduct(torch.autograd.Function):
                 made = planes((dlogits[rows] * of_x.scales[rows]).mT.contiguous())
                 sums = made.codes() @ of_x.codes()[rows]
                 total += rotate(sums.float() * made.scales)
-        return dx, returned, None, None
+        return dx, returned, None, None, None

@@ -79,7 +79,8 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
 class Optimizer:
     """AdamW over a model's float32 master weights, by name.
 
-    `shards` splits the rows of weights across ranks; moments cover only this rank's rows.
+    Buffers, which need no gradients, are left as they are. `shards` splits the rows of weights
+    across ranks; moments cover only this rank's rows.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Optimizer:
         total_updates: int,
         shards: Mapping[str, Shard] | None = None,
     ) -> None:
-        self.masters, self.shards = dict(masters), dict(shards or {})
+        self.masters = {name: p for name, p in masters.items() if p.requires_grad}
+        self.shards = dict(shards or {})
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
