@@ -1,9 +1,10 @@
 """A sampler that differs from the trainer in a known way, for studies of the mismatch.
 
 A `DeviatingPlan` changes the sampler's formats, scales, KV cache, sums or logits. It joins the
-package at `PrecisionPlan`: code for one side asks `plan.on(side)`, and the sampler draws from
-`plan.before_draw(logits, bits)`. Nothing else in jetrl knows about it. In Python, pass such a plan
-to a `Policy`; run a command with one as
+package at `PrecisionPlan`: code for one side asks `plan.on(side)`, the sampler draws from
+`plan.before_draw(logits, bits)`, and the trainer's forwards run in `plan.training_forward(...)`.
+Nothing else in jetrl knows about it. In Python, pass such a plan to a `Policy`; run a command with
+one as
 
     python -m benchmarks.study.deviation '{"logit_noise": 0.1}' train recipe.toml
 
@@ -17,14 +18,16 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from benchmarks.study.logit_noise import with_noise
+from benchmarks.study.replay import replayed_routes
 from pydantic import Field, TypeAdapter
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl.cli.main import main as jetrl_main
 from jetrl.errors import UserError
@@ -62,6 +65,8 @@ class SamplerDeviation(Section):
     """format of the output projection"""
     logit_noise: Noise = 0.0
     """std of Gaussian noise on the logits, before the temperature; log-probs are of noisy logits"""
+    replayed_routes: bool = False
+    """the trainer computes with the sampler's experts (`benchmarks.study.replay`)"""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults, as JSON has them."""
@@ -161,7 +166,7 @@ class DeviatingPlan(PrecisionPlan):
     def sampler_only(self) -> dict[str, Any]:
         own = self.deviation
         same = self._of_sampler is self and own.linears not in ONE_OPERAND
-        if same and not own.bf16_layers and not own.logit_noise:
+        if same and not own.bf16_layers and not own.logit_noise and not own.replayed_routes:
             return super().sampler_only
         return super().sampler_only | own.to_dict()
 
@@ -180,6 +185,13 @@ class DeviatingPlan(PrecisionPlan):
     def rounding(self, side: Side, format: Format) -> Rounding:
         # The weights next to FP8 activations are the trainer's.
         return super().rounding(side, BF16 if format is FP8_ACTIVATIONS else format)
+
+    def training_forward(
+        self, decoder: nn.Module, sampler_forward: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        if not self.deviation.replayed_routes:
+            return super().training_forward(decoder, sampler_forward)
+        return replayed_routes(decoder, sampler_forward)
 
     def before_draw(self, logits: Tensor, bits: Tensor) -> Tensor:
         return with_noise(logits, bits, self.deviation.logit_noise)

@@ -41,7 +41,10 @@ class Routes:
 
 
 class ExpertsBlock(nn.Module):
-    """The second half of a decoder layer: a norm, a router, and the experts that it chooses."""
+    """The second half of a decoder layer: a norm, a router, and the experts that it chooses.
+
+    `choose` has the arguments and results of `kernels.routing.route`, and only a study replaces it.
+    """
 
     self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {
         "routing": lambda logits: route(logits, RoutingRule(8))[1]
@@ -59,6 +62,7 @@ class ExpertsBlock(nn.Module):
         name = f"layers.{index}"
         self.shape = shape
         self.observer: Callable[[Routes], None] | None = None
+        self.choose: Callable[..., tuple[Tensor, Tensor]] = route
         self.norm = RMSNorm(weights, f"{name}.post_norm", eps)
         for format in formats.values():
             shape.check_formats(len(self.norm.weight), format)
@@ -86,7 +90,7 @@ class ExpertsBlock(nn.Module):
         tell(trace, "post_norm", normed)
         logits = router_logits(normed, self.router, side)
         tell(trace, "router", logits)
-        chosen, shares = route(logits, self.shape.rule, self.choice_bias)
+        chosen, shares = self.choose(logits, self.shape.rule, self.choice_bias)
         if self.observer is not None:
             self.observer(Routes(logits, chosen, self.shape.rule))
         tell(trace, "experts", chosen)
@@ -111,11 +115,16 @@ class ExpertsBlock(nn.Module):
         return x, delta
 
 
+def blocks_of(decoder: nn.Module) -> list[ExpertsBlock]:
+    """Return the blocks of experts, in order."""
+    return [module for module in decoder.modules() if isinstance(module, ExpertsBlock)]
+
+
 @contextlib.contextmanager
 def observed_routes(decoder: nn.Module) -> Iterator[list[Routes]]:
     """Collect the routes of each layer with experts, in order, of the forwards in the block."""
     found: list[Routes] = []
-    blocks = [module for module in decoder.modules() if isinstance(module, ExpertsBlock)]
+    blocks = blocks_of(decoder)
     for block in blocks:
         block.observer = found.append
     try:

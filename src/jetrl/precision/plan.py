@@ -5,8 +5,9 @@ on a module's name. The sampler and the trainer share one plan. If it gives both
 their log-probs must agree bit for bit (`exact`); a run in which they differ is stopped. Presets are
 data (`jetrl.settings.presets`). A plan's name is only shown to users.
 
-Studies of a known mismatch use a subclass that overrides `on` and `before_draw`. `amended_plans`
-puts it in place of the plan from the settings (benchmarks/study/deviation.py).
+Studies of a known mismatch use a subclass that overrides `on`, `before_draw` and
+`training_forward`. `amended_plans` puts it in place of the plan from the settings
+(benchmarks/study/deviation.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl.errors import UserError, named
 from jetrl.files import checked, problem_of, shown_value
@@ -274,6 +276,15 @@ class PrecisionPlan:
         `bits`, int64 [R], are the random bits of the draws. The logits may be overwritten.
         """
         return logits
+
+    def training_forward(
+        self, decoder: nn.Module, sampler_forward: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a forward with gradients: empty, unless a study overrides this.
+
+        `sampler_forward` runs the sampler's forward of the same tokens.
+        """
+        return nullcontext()
 
     @property
     def reads_masters(self) -> bool:

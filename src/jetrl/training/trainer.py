@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -193,7 +194,10 @@ class Trainer:
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Run the forward of a micro-batch; return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
-        with observed_routes(self.policy.decoder) as routes:
+        decoder = self.policy.decoder
+        sampled_again = partial(sampler_forward, self.policy, batch)
+        within = self.policy.plan.training_forward(decoder, sampled_again)
+        with within, observed_routes(decoder) as routes:
             logprobs, moments = batch_logprobs(
                 self.policy,
                 batch,
@@ -230,9 +234,9 @@ class Trainer:
             return loss
         # Of an exact plan, equal log-probs already prove equal routes.
         compares = self.settings.train.compare_routes
-        with observed_routes(self.policy.decoder) as sampled:
+        with observed_routes(decoder) as sampled:
             if not self.policy.plan.exact if compares == "auto" else compares:
-                sampler_forward(self.policy, batch)
+                sampled_again()
         return with_routes(
             loss, routes, sampled, share=len(logprobs) / size.tokens, train=self.settings.train
         )
