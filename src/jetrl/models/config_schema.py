@@ -89,9 +89,15 @@ class HfConfig(Named):
     expert_capacity: Off = None
     capacity_factor: Off = None
     moe_capacity_factor: Off = None
+    expert_capacity_factor: Off = None
+    moe_expert_capacity_factor: Off = None
     drop_tokens: Off = None
+    token_drop: Off = None
+    moe_token_drop_policy: Off = None
+    router_jitter_noise: Annotated[float, Field(ge=0, le=0)] | None = None
     n_group: OneGroup = None
     topk_group: OneGroup = None
+    topk_method: Literal["greedy", "noaux_tc", None] = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
     layer_types: LayerTypes | None = None
     num_labels: int | None = None

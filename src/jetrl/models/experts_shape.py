@@ -59,6 +59,8 @@ class ExpertsShape(Block):
     num_experts_per_tok: Annotated[_Count, Field(description="experts per token", examples=[2])]
     shared_expert_intermediate_size: Literal[0, None] = None
     n_shared_experts: Literal[0, None] = None
+    scoring_func: Literal["softmax", None] = None
+    moe_layer_freq: Literal[1, None] = None
     norm_topk_prob: bool = False
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
 
@@ -250,6 +252,7 @@ class Glm4Experts(ExpertsShape):
         _Width, Field(description="inner channels of dense layers", examples=[384])
     ]
     n_shared_experts: Annotated[int, Field(ge=0, le=2**14)] = 1  # type: ignore[assignment]
+    scoring_func: Literal["sigmoid", None] = None  # type: ignore[assignment]
     first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
     routed_scaling_factor: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     norm_topk_prob: bool = True
