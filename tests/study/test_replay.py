@@ -1,4 +1,4 @@
-"""Routes replayed in the trainer: the seam, and the study of them on a toy size."""
+"""Routes replayed in the trainer: the seam, and their study on a toy size."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -195,7 +194,10 @@ class Trainer:
         """Run the forward of a micro-batch; return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
         decoder = self.policy.decoder
-        sampled_again = partial(sampler_forward, self.policy, batch)
+
+        def sampled_again() -> None:
+            sampler_forward(self.policy, batch)
+
         within = self.policy.plan.training_forward(decoder, sampled_again)
         with within, observed_routes(decoder) as routes:
             logprobs, moments = batch_logprobs(
