@@ -5,7 +5,7 @@ CUDA graphs capture both.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ from tests.kernels.expert_cases import (  # noqa: E402
     CASES,
     FP8_CASES,
     ROUTES,
+    SQUARES,
     Case,
     compare,
     compare_fp8,
     compare_routes,
+    compare_squares,
     different,
     layer_results,
     part,
@@ -32,7 +34,8 @@ from jetrl.kernels.routing_rule import RoutingRule  # noqa: E402
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper  # noqa: E402
-from jetrl.precision.int8 import int8_rows, int8_squares_turned, int8_turned  # noqa: E402
+from jetrl.precision.int8 import int8_rows, int8_turned  # noqa: E402
+from jetrl.precision.quantize import QTensor  # noqa: E402
 from jetrl.precision.triton import expert_rows, float_tiles, grouped_fp8, grouped_int8, int8  # noqa: E402
 from jetrl.precision.triton.bf16 import bf16_matmul  # noqa: E402
 
@@ -75,21 +78,23 @@ def test_a_routers_logits_do_not_depend_on_the_batch(experts: int) -> None:
         assert different(bf16_matmul(x[rows], w), whole[rows]) == 0
 
 
-@pytest.mark.parametrize("dense", [fp8_matmul_hopper, float_tiles.fp8_matmul])
+def by_cublas(a: QTensor, b: QTensor) -> Tensor:
+    """A dense product that compiles nothing; tests/gpu/test_gemm.py compares it with DeepGEMM."""
+    return fp8_matmul_hopper(a, b, torch.bfloat16, "cublas")
+
+
+@pytest.mark.parametrize("dense", [by_cublas, float_tiles.fp8_matmul])
 @pytest.mark.parametrize("name", [*FP8_CASES, *LARGE])
-def test_fp8_products_have_the_bits_of_dense_layers(name: str, dense: Any) -> None:
+def test_fp8_products_have_the_bits_of_dense_layers(
+    name: str, dense: Callable[[QTensor, QTensor], Tensor]
+) -> None:
     compared = compare_fp8((FP8_CASES | LARGE)[name], CUDA, dense)
     assert {result: count for result, count in compared.items() if count} == {}
 
 
-@pytest.mark.parametrize("experts, n, k", [(1, 64, 128), (3, 192, 320), (5, 200, 64)])
-def test_weights_in_squares_are_those_of_each_expert(experts: int, n: int, k: int) -> None:
-    with selected_backend("reference"):
-        w = int8_rows(random(experts * n, k, device=CUDA))
-        want = int8_squares_turned(w, experts)
-    made = int8.int8_squares_turned(w, experts)
-    assert different(made.codes.contiguous(), want.codes.contiguous()) == 0
-    assert different(made.scales.contiguous(), want.scales.contiguous()) == 0
+@pytest.mark.parametrize("sizes", SQUARES)
+def test_weights_in_squares_are_those_of_each_expert(sizes: tuple[int, int, int]) -> None:
+    assert compare_squares(*sizes, CUDA) == 0
 
 
 @pytest.mark.parametrize("memory", ["large", "small"])

@@ -1,7 +1,6 @@
-"""Triton's interpreter with an exact fma (its own rounds the product), with bfloat16 and E4M3.
+"""Triton's interpreter with an exact fma (its own rounds the product), and with bfloat16.
 
-Casts round as on a GPU. Products of bfloat16 have float32 sums in any order, those of E4M3 exact
-sums, rounded once.
+Casts round as on a GPU, also to E4M3, and products of bfloat16 have float32 sums in any order.
 
 TRITON_INTERPRET=1 python PROGRAM that imports this module before it launches a kernel
 """
@@ -47,11 +46,6 @@ def _to_e4m3(builder: Any, source: Any, dtype: Any, rounding: Any) -> Any:
 
 def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
     """Multiply bfloat16 as float32: Triton would multiply its bits."""
-    if a.dtype.scalar == tl.float8e4nv:
-        codes = [torch.from_numpy(operand.data.copy()) for operand in (a, b)]
-        left, right = (each.view(torch.float8_e4m3fn).double() for each in codes)
-        total = (left @ right + torch.from_numpy(rest[0].data)).float()
-        return interpreter.TensorHandle(total.numpy(), tl.float32)
     if a.dtype.scalar == tl.bfloat16:
         a, b = (_cast(builder, operand, tl.float32) for operand in (a, b))
     return _other_dot(builder, a, b, *rest)

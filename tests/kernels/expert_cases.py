@@ -26,7 +26,7 @@ from jetrl.precision.exact import fma
 from jetrl.precision.groups import Groups, TokenGroups
 from jetrl.precision.int8 import int8_matmul, int8_rows, int8_squares_turned, int8_tokens
 from jetrl.precision.quantize import FP8_BLOCK, QTensor, codes_as_float64, quantize
-from jetrl.precision.triton import expert_rows, grouped_fp8, grouped_int8
+from jetrl.precision.triton import expert_rows, grouped_fp8, grouped_int8, int8
 from jetrl.precision.triton.portable_int8 import Tile
 
 
@@ -42,10 +42,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "random": Case(11, 2, 3, 70, 128),
+    "experts without rows": Case(11, 2, 5, 70, 128, slice(1, None, 2)),
     "one row": Case(1, 1, 3, 40, 64),
-    "one expert": Case(150, 1, 4, 33, 64, slice(2, 3)),
-    "experts without rows": Case(19, 1, 5, 66, 64, slice(1, None, 2)),
+    "one expert": Case(130, 1, 4, 33, 64, slice(2, 3)),
 }
 # Of FP8: rows of experts below, at and above a group of 128.
 FP8_CASES = {
@@ -55,6 +54,7 @@ FP8_CASES = {
     "one expert has all": Case(129, 1, 4, 128, 128, slice(2, 3)),
     "1000 tokens": Case(1000, 1, 5, 64, 64),
 }
+SQUARES = ((1, 64, 128), (3, 192, 320), (5, 200, 64))  # experts, N and K of a matrix
 TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
 
 
@@ -77,7 +77,8 @@ def different(found: Tensor, expected: Tensor) -> int:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return -1
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[found.element_size()]
-    same = (found.view(dtype) == expected.view(dtype)) | (found.isnan() & expected.isnan())
+    nan = found.float().isnan() & expected.float().isnan()
+    same = (found.view(dtype) == expected.view(dtype)) | nan
     return int((~same).sum())
 
 
@@ -86,7 +87,9 @@ def compare(case: Case, device: torch.device) -> dict[str, int]:
     chosen = chosen_by(case, device)
     with filled_memory(), selected_backend("reference"):
         groups = Groups.of(chosen, case.experts)
-        rows = compare_rows(groups, chosen)
+        # A token's sums do not depend on others, and the interpreter takes long for each.
+        several = device.type == "cuda" or len(chosen) < 100
+        rows = compare_rows(groups, chosen) if several else {}
         return rows | compare_products(groups, case) | compare_wgrad(groups, case)
 
 
@@ -191,6 +194,17 @@ def compare_wgrad(groups: Groups, case: Case) -> dict[str, int]:
     return found
 
 
+def compare_squares(experts: int, n: int, k: int, device: torch.device) -> int:
+    """Return how many codes and scales of stacked INT8 weights in transposed squares differ."""
+    with selected_backend("reference"):
+        w = int8_rows(random(experts * n, k, device=device))
+        want = int8_squares_turned(w, experts)
+    made = int8.int8_squares_turned(w, experts)
+    return different(made.codes.contiguous(), want.codes.contiguous()) + different(
+        made.scales.contiguous(), want.scales.contiguous()
+    )
+
+
 def fused_matmul(a: QTensor, b: QTensor) -> Tensor:
     """Return a @ b^T in bfloat16: a product of 128 values is exact, and added by one fma."""
     height = b.block[0]
@@ -248,6 +262,7 @@ def compare_fp8_dgrad(
     want = torch.empty(len(dy), case.k, dtype=torch.bfloat16, device=device)
     for expert, own in groups.rows():
         matrix = int8_squares_turned(part(w, slice(expert * n, (expert + 1) * n)))
+        matrix = QTensor(matrix.codes.contiguous(), matrix.scales, matrix.block)
         want[own] = matmul(part(rows, own), matrix)
     tiles = (None, *grouped_fp8.TILES["small"])
     made = {tile: grouped_fp8.fp8_grouped_dgrad(rows, w, groups, tile) for tile in tiles}

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import json
 
-import exact_interpreter  # noqa: F401  (patches the interpreter)
+import gluon_interpreter  # noqa: F401  (patches the interpreter, before the kernels)
+
+# isort: split
 import expert_cases
 import numpy as np
 import torch
 
-from jetrl.precision.int8 import int8_squares_turned
-from jetrl.precision.quantize import QTensor
-from jetrl.precision.triton import grouped_fp8
-
-
-def turned(w: QTensor, experts: int) -> QTensor:
-    """Return the reference of a kernel in Gluon, with codes as a product reads them."""
-    made = int8_squares_turned(w, experts)
-    return QTensor(made.codes.contiguous(), made.scales, made.block)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
-    grouped_fp8.int8_squares_turned = turned
-    found: dict[str, int] = {}
+    cpu, found = torch.device("cpu"), {}
+    for sizes in expert_cases.SQUARES:
+        found[f"squares {sizes}"] = expert_cases.compare_squares(*sizes, cpu)
     for name, case in expert_cases.FP8_CASES.items():
-        compared = expert_cases.compare_fp8(case, torch.device("cpu"))
+        compared = expert_cases.compare_fp8(case, cpu)
         found |= {f"{name}: {result}": count for result, count in compared.items()}
     print(json.dumps(found))

@@ -14,7 +14,7 @@ import expert_cases
 import numpy as np
 import torch
 
-SIZES = ((1, 8), (17, 37))
+SIZES = ((1, 8), (11, 37))
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
