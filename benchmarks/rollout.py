@@ -306,7 +306,7 @@ _KINDS = {
     "_down_kernel": "adapters: product with A",
     "_up_kernel": "adapters: product with B",
     "_sample_": "log-probs and draw",
-    "_filtered_kernel": "top_k and top_p",
+    "_exclude_kernel": "top_k, top_p and min_p",
     "_take_kernel": "what was drawn",
     "_inputs_kernel": "inputs and random bits",
 }

@@ -68,14 +68,22 @@ def test_state_moves_as_the_reference_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 50}], ids=str
+    "options",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_p": 0.8, "top_k": 50},
+        {"min_p": 0.1, "temperature": 0.7},
+        {"top_p": 0.8, "truncated_logprobs": False},
+    ],
+    ids=str,
 )
 def test_graphs_are_eager_forwards_are_the_trainers(
     policy: Policy, prompts: Any, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(n=3, max_tokens=70, seed=1, **options)
     graphs = RolloutEngine(policy).generate(prompts, params)
-    assert count_different(policy, prompts, graphs, params.temperature or 1.0) == 0
+    assert count_different(policy, prompts, graphs, params) == 0
     monkeypatch.setattr(GraphForwards, "prepare", lambda *_: None)
     monkeypatch.setattr(GraphForwards, "run", GraphForwards.forward)
     assert outcome(RolloutEngine(policy).generate(prompts, params)) == outcome(graphs)

@@ -78,7 +78,7 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
     prompts = [*random_prompts(policy, 10, 100, seed=3), [5] * 1500]
     params = SamplingParams(n=3, max_tokens=60, seed=1, **options)
     settings = {"train": {"lr": 1e-3}, "algorithm": {"aggregation": "token_mean"}}
-    trainer = Trainer(policy, Settings.model_validate(settings))
+    trainer = Trainer(policy, Settings.model_validate({**settings, "rollout": options}))
     engine = RolloutEngine(policy, num_pages=PAGES)
     completions = engine.generate(prompts, params)
     assert engine.stats.graphs > 0

@@ -82,7 +82,9 @@ def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(backend: str, family: s
     assert {name: count for name, count in different.items() if count} == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.02}, {"temperature": 0.0}]
+)
 def test_sampling_has_the_bits_of_a_cpu(backend: str, options: dict[str, Any]) -> None:
     found = []
     for device in ("cuda", "cpu"):

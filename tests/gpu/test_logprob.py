@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from jetrl.kernels.allowed_tokens import RowFilters, filtered_logits
 from jetrl.kernels.logprob import chosen_logprobs_ref
 from jetrl.kernels.sampling import random_bits, sample
+from jetrl.precision.gemm import bf16_matmul
 from jetrl.precision.gradients import Gradients
+from jetrl.types import TokenFilter
 
 pytestmark = pytest.mark.gpu
 
@@ -99,18 +105,29 @@ def test_nan_and_hopeless_rows(kernels) -> None:
     assert draw(logits, 0)[2].isfinite().tolist() == [True, False, False, True]
 
 
-def draw(logits, seed, temperature=1.0, top_p=1.0, top_k=0):
+def draw(logits, seed, temperature=1.0, **kept):
     rows = len(logits)
     counter = np.arange(rows)
     bits = torch.from_numpy(random_bits(np.full(rows, seed), counter, counter))
-    options = (torch.full((rows,), option) for option in (temperature, float(top_p), top_k))
-    on_device = (x.to(logits.device) for x in (bits, *options))
-    return sample(logits, *on_device, top_p < 1 or top_k > 0)
+    filters = None
+    if kept:
+        filters = RowFilters(
+            *(x.to(logits.device) for x in RowFilters.of([TokenFilter(**kept)] * rows))
+        )
+    temperatures = torch.full((rows,), temperature, device=logits.device)
+    return sample(logits.clone(), bits.to(logits.device), temperatures, filters)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"top_k": 20, "top_p": 0.9},
+        {"min_p": 0.1, "temperature": 0.6},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("spread", ["normal", "ties", "peaked", "flat"])
@@ -125,5 +142,43 @@ def test_sampler_draws_the_reference_token_with_the_trainer_logprob(
     expected, _, _ = draw(logits.cpu(), 3, **options)
     assert int((tokens.cpu() != expected).sum()) <= 1
     temperature = options.get("temperature", 1.0) or 1.0
-    trainer, _ = kernels.chosen_logprobs(logits, tokens, temperature)
+    kept = TokenFilter(**{k: v for k, v in options.items() if k != "temperature"})
+    filtered = filtered_logits(logits.clone(), tokens, temperature, kept)
+    trainer, _ = kernels.chosen_logprobs(filtered, tokens, temperature)
     assert torch.equal(logprobs, trainer)
+
+
+@pytest.mark.parametrize("kept", [TokenFilter(0.8), TokenFilter(1.0, 20, 0.05)], ids=str)
+def test_filtered_head_is_the_renormalized_softmax(kernels, kept: TokenFilter) -> None:
+    """Chosen tokens are random, so most are outside the set, which then has one token more."""
+    g = torch.Generator("cuda").manual_seed(6)
+    rows, vocabulary, size = 200, 5000, 256
+    hidden = torch.randn(rows, size, generator=g, device="cuda").bfloat16()
+    master = torch.randn(vocabulary, size, generator=g, device="cuda") * 0.1
+    weight = master.bfloat16()
+    chosen = torch.randint(0, vocabulary, (rows,), generator=g, device="cuda")
+    upstream = torch.randn(rows, generator=g, device="cuda")
+    results = []
+    for chunk, again in ((128, True), (64, True), (64, False)):
+        h, m = hidden.clone().requires_grad_(), master.clone().requires_grad_()
+        filtered = partial(filtered_logits, temperature=0.9, token_filter=kept)
+        options: Any = {"gradients": Gradients(), "kept": filtered}
+        logprobs, moments = kernels.lm_head_logprobs(
+            h, m, weight, chosen, 0.9, chunk, again, **options
+        )
+        logprobs.backward(upstream)
+        results.append((logprobs.detach(), moments, h.grad, m.grad))
+    for other in results[1:]:
+        assert torch.equal(results[0][0], other[0])
+        assert torch.equal(results[0][1], other[1])
+    wide_h, wide_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = bf16_matmul(hidden, weight, torch.float32)
+    outside = filtered_logits(logits, chosen, 0.9, kept).isneginf()
+    assert outside.sum(-1).min() > 0
+    z = ((wide_h @ wide_w.t()) / 0.9).masked_fill(outside, -torch.inf)
+    expected = z.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+    expected.backward(upstream.double())
+    for logprobs, _, dhidden, dmaster in results:
+        torch.testing.assert_close(logprobs, expected.detach().float(), rtol=1e-5, atol=1e-4)
+        assert (dhidden - wide_h.grad).norm() <= 2**-7 * wide_h.grad.norm()
+        assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()

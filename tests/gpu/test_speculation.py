@@ -91,7 +91,9 @@ def trained_head(policy: Policy) -> DraftHead:
     [("unified", {}), ("unified", {"kv": "int8"}), ("unified", {"lm_head": "fp8"}), ("jet", {})],
     ids=["unified", "int8", "fp8-head", "jet"],
 )
-@pytest.mark.parametrize("filtered", [{}, {"top_p": 0.9, "top_k": 40}], ids=["all", "filtered"])
+@pytest.mark.parametrize(
+    "filtered", [{}, {"top_p": 0.9, "top_k": 40, "min_p": 0.01}], ids=["all", "filtered"]
+)
 def test_the_engine_draws_the_same(
     preset: str, options: dict[str, Any], filtered: dict[str, Any]
 ) -> None:

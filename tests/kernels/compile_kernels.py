@@ -232,6 +232,7 @@ def decode(shape: str, plan: Any, rank: int = 0, sizes: Any = DECODES) -> None:
     """Decode at several sizes."""
     from jetrl.rollout.decode import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
+    from jetrl.rollout.sampler import Filtering
 
     policy = policy_of(shape, plan, rank)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
@@ -239,8 +240,8 @@ def decode(shape: str, plan: Any, rank: int = 0, sizes: Any = DECODES) -> None:
     forwards.policy, forwards.cache = policy, cache
     forwards.buffers, forwards.speculation = DecodeBuffers.empty(512, 8, 256, META), None
     for rows, longest in sizes:
-        for filtered in (False, True):
-            forwards.forward(ForwardSize(rows, longest, filtered))
+        for filtering in (Filtering(), Filtering(True)):
+            forwards.forward(ForwardSize(rows, longest, filtering))
 
 
 def speculation() -> None:
@@ -418,8 +419,8 @@ def portable_probs() -> None:
         floats, ints = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int64)
         logprob.exact_logprobs(logits, ints, floats[:, None])
         logprob.exact_logits_gradient(logits, ints, floats[:, None], floats)
-        for filtered in (False, True):
-            sampling.sample(logits, ints, floats, floats, ints, filtered)
+        sampling.sample(logits, ints, floats)
+        sampling.exclude_tokens(logits, floats, floats, ints, floats, ints)
 
 
 def integers() -> None:
@@ -543,7 +544,7 @@ def lanes_of_rows() -> None:
         for kernel in kernels:
             kernel.device_caches.clear()  # what another piece compiled is compiled again
         logprob_triton.chosen_logprobs(logits, whole, 0.7)
-        sample(logits, whole, some.contiguous(), some.contiguous(), whole, False)
+        sample(logits, whole, some.contiguous())
         ours, lanes, drawn = (
             layouts_of_sums(ttgir[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"])
             for kernel in kernels

@@ -11,9 +11,12 @@ import json
 import math
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels import exponential_triton, sampling_triton
+from jetrl.kernels.allowed_tokens import RowFilters, allowed_tokens, exclude_tokens_ref
 from jetrl.kernels.logprob import chosen_logprobs_ref, logits_gradient_ref
 from jetrl.kernels.portable import logprob, sampling
 from jetrl.kernels.sampling import sample_ref
@@ -88,41 +91,88 @@ def logprob_differences(logits: Tensor) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def filters(rows: int, vocabulary: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """top_p and top_k of the rows, by name."""
-    off, every = torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+def filters(rows: int, vocabulary: int) -> dict[str, RowFilters]:
+    """Filters of the rows, by name."""
+    off, every, none = torch.ones(rows), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     g = torch.Generator().manual_seed(2)
     mixed_p = torch.rand(rows, generator=g)
     mixed_p[::3] = 1.0
     mixed_k = torch.randint(0, min(vocabulary, 60) + 2, (rows,), generator=g)
+    floor = torch.rand(rows, generator=g) ** 4
     return {
-        "off": (off, every),
-        "top_p": (mixed_p, every),
-        "top_k": (off, mixed_k),
-        "both": (mixed_p.flip(0), mixed_k),
-        "one": (off * 0, every),
-        "near one": (off * (1 - 2.0**-24), every + vocabulary),
+        "off": RowFilters(off, every, none),
+        "top_p": RowFilters(mixed_p, every, none),
+        "top_k": RowFilters(off, mixed_k, none),
+        "all": RowFilters(mixed_p.flip(0), mixed_k, floor),
+        "one": RowFilters(off * 0, every, none),
+        "near one": RowFilters(off * (1 - 2.0**-24), every + vocabulary, none),
+        "min_p": RowFilters(off, every, floor),
     }
 
 
-FILTERS = ("off", "top_p", "top_k", "both", "one", "near one")
+FILTERS = ("off", "top_p", "top_k", "all", "one", "near one", "min_p")
 
 
-def sample_differences(logits: Tensor, names: tuple[str, ...] = FILTERS) -> dict[str, int]:
-    """Return how many values differ from the reference with some filters, by case."""
+def filter_differences(logits: Tensor, names: tuple[str, ...] = FILTERS) -> dict[str, int]:
+    """Return how many logits differ from the reference after some filters, by case."""
+    rows, vocabulary = logits.shape
+    g = torch.Generator().manual_seed(3)
+    device, found = logits.device, {}
+    for name in names:
+        top_p, top_k, min_p = (x.to(device) for x in filters(rows, vocabulary)[name])
+        temperature = torch.rand(rows, generator=g).to(device) + 0.2
+        temperature[::2] = 1.0
+        temperature[3::5] = 0.0
+        chosen = torch.randint(-1, vocabulary, (rows,), generator=g).to(device)
+        for kept in (chosen, torch.full_like(chosen, -1)):
+            given = (top_p, top_k, min_p)
+            ours = sampling.exclude_tokens(logits.clone(), temperature, *given, kept)
+            theirs = exclude_tokens_ref(logits, temperature, RowFilters(*given), kept)
+            case = f"filter {rows} x {vocabulary}, {name}, {int(kept[0])}"
+            found[case] = different(ours, theirs)
+    return {name: count for name, count in found.items() if count}
+
+
+def fast_filter_differences(logits: Tensor, names: tuple[str, ...] = FILTERS) -> dict[str, int]:
+    """Return how many logits `sampling_triton` filters otherwise than its weights demand."""
+    rows, vocabulary = logits.shape
+    temperature, chosen = torch.linspace(0.5, 1.5, rows), torch.arange(rows) - 1
+    z = logits / temperature[:, None]
+    finite = z.amax(-1, keepdim=True).isfinite()
+    scaled = (z - z.amax(-1, keepdim=True)) * exponential_triton.LOG2_E.value
+    weights = torch.from_numpy(np.exp2(scaled.numpy())) * 2.0**40
+    weights = torch.where(finite, weights, 0).round().long()
+    found = {}
+    for name in names:
+        row_filters = filters(rows, vocabulary)[name]
+        kept = allowed_tokens(weights, row_filters) | ~finite
+        kept |= torch.arange(vocabulary) == chosen[:, None]
+        theirs = torch.where(kept, logits, -math.inf)
+        top_p, top_k, min_p = row_filters
+        ours = sampling_triton.exclude_tokens(
+            logits.clone(), temperature, top_p, top_k, min_p, chosen
+        )
+        found[f"fast filter {rows} x {vocabulary}, {name}"] = different(ours, theirs)
+    return {name: count for name, count in found.items() if count}
+
+
+def sample_differences(logits: Tensor) -> dict[str, int]:
+    """Return how many values differ from the reference."""
     rows, vocabulary = logits.shape
     g = torch.Generator().manual_seed(4)
     device, found = logits.device, {}
-    for name in names:
-        top_p, top_k = (x.to(device) for x in filters(rows, vocabulary)[name])
-        temperature = torch.rand(rows, generator=g).to(device) + 0.2
-        temperature[::2] = 1.0
-        temperature[1::5] = 0.0
-        bits = torch.randint(0, 2**53, (rows,), generator=g).to(device)
-        bits[0], bits[-1] = 2**53 - 1, 0
-        filtered = name != "off" or rows % 2 == 0
-        given = (logits, bits, temperature, top_p, top_k, filtered)
-        ours, theirs = sampling.sample(*given), sample_ref(*given)
+    temperature = torch.rand(rows, generator=g).to(device) + 0.2
+    temperature[::2] = 1.0
+    temperature[1::5] = 0.0
+    bits = torch.randint(0, 2**53, (rows,), generator=g).to(device)
+    bits[0], bits[-1] = 2**53 - 1, 0
+    # With the largest logits only, as filters leave them.
+    largest = torch.where(
+        logits >= logits.topk(min(2, vocabulary)).values[:, -1:], logits, -math.inf
+    )
+    for name, given in (("all", logits), ("filtered", largest)):
+        ours = sampling.sample(given, bits, temperature)
+        theirs = sample_ref(given, bits, temperature)
         defined = theirs[2].isfinite()
         case = f"sample {rows} x {vocabulary}, {name}: "
         found[case + "tokens"] = different(ours[0][defined], theirs[0][defined])
@@ -134,7 +184,7 @@ def sample_differences(logits: Tensor, names: tuple[str, ...] = FILTERS) -> dict
 
 
 def differences(logits: Tensor) -> dict[str, int]:
-    return logprob_differences(logits) | sample_differences(logits)
+    return logprob_differences(logits) | sample_differences(logits) | filter_differences(logits)
 
 
 if __name__ == "__main__":
@@ -143,7 +193,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logits, special = logits_of(2, 4100, 3.0, "cpu"), special_rows(6, "cpu")
     found = differences(logits) | logprob_differences(special)
-    # Blocks of many rows.
-    with mock.patch.object(sampling, "_FEW_ROWS", 0):
-        found |= sample_differences(special, ("off", "both"))
+    # Blocks of many rows, and a few rows at a time.
+    with mock.patch.multiple(sampling, _FEW_ROWS=0, _ROUNDED_AT_ONCE=18, _EXCLUDE_BLOCK=4):
+        found |= sample_differences(special) | filter_differences(special)
+    found |= fast_filter_differences(logits, ("all",)) | fast_filter_differences(special)
     print(json.dumps(found))

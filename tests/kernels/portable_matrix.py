@@ -236,15 +236,15 @@ def backward_rows() -> None:
 
 def logprobs_and_samples() -> None:
     from jetrl.kernels.portable.logprob import exact_logits_gradient, exact_logprobs
-    from jetrl.kernels.portable.sampling import sample
+    from jetrl.kernels.portable.sampling import exclude_tokens, sample
 
     logits, temperature = floats(64, VOCABULARY), floats(64, 1)
     exact_logprobs(logits, longs(64), temperature)
     exact_logits_gradient(logits, longs(64), temperature, floats(64))
     for rows in (FEW, 512):
         one = floats(rows)
-        for filtered in (False, True):
-            sample(floats(rows, VOCABULARY), longs(rows), one, one, longs(rows), filtered)
+        sample(floats(rows, VOCABULARY), longs(rows), one)
+        exclude_tokens(floats(rows, VOCABULARY), one, one, longs(rows), one, longs(rows))
 
 
 def attention_forward() -> None:

@@ -106,7 +106,7 @@ SPILLS = {
     "forward_triton.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
     "float_tiles._product_kernel": Spill(16, 0, "before the loop over K"),
     "backward._dkdv_kernel": Spill(600, 320, "mma.sync; with head_dim 64 on sm_120"),
-    "sampling_triton._filtered_kernel": Spill(24, 9, "32 warps leave few registers, on Hopper"),
+    "sampling_triton._exclude_kernel": Spill(24, 9, "32 warps leave few registers, on Hopper"),
     "rotary_triton._backward_kernel": Spill(16, 8, "head_dim 128 on sm_120"),
 }
 NO_SPILL = Spill(0, 0, "")

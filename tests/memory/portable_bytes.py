@@ -117,6 +117,7 @@ def sampling(shape: str) -> dict[str, tuple[int, int]]:
     from jetrl.models.packed import ForwardInputs
     from jetrl.rollout.decode import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache, Span
+    from jetrl.rollout.sampler import Filtering
 
     policy = policy_of(shape, "integer")
     config, plan = policy.config, policy.plan
@@ -125,7 +126,7 @@ def sampling(shape: str) -> dict[str, tuple[int, int]]:
     forwards.policy, forwards.cache = policy, cache
     forwards.buffers, forwards.speculation = DecodeBuffers.empty(512, 8, 512, META), None
     rows, longest = 256, 32768
-    decode = peak_of(lambda: forwards.forward(ForwardSize(rows, longest, False)))
+    decode = peak_of(lambda: forwards.forward(ForwardSize(rows, longest, Filtering())))
     planned = activations.forward_bytes(config, plan, rows, splits=longest // 1024)
     found = {f"{shape}: decode": (decode, planned + 4 * rows * config.vocab_size)}
     length, count, earlier = 1024, 8, 31 * 1024

@@ -13,6 +13,7 @@ from tests.training.loss_numpy import F32
 from tests.training.shared import config
 
 from jetrl.errors import UserError
+from jetrl.kernels.allowed_tokens import filtered_logits
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.model import check_device
 from jetrl.models.planes_head import PlanesHead
@@ -29,6 +30,7 @@ from jetrl.precision.int8_planes import (
 from jetrl.precision.plan import PrecisionPlan, plan_table
 from jetrl.precision.quantize import dequantize
 from jetrl.session.parity import measure
+from jetrl.types import TokenFilter
 
 PLAN = PrecisionPlan.preset("int8").replace(lm_head="int8x2")
 
@@ -218,8 +220,9 @@ def test_sampler_and_trainer_agree_and_the_plan_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize("kept", [TokenFilter(), TokenFilter(0.9, 40, 0.05)], ids=str)
 def test_log_probs_and_gradients_of_a_policy(
-    monkeypatch: pytest.MonkeyPatch, tied: bool, chunk: int
+    monkeypatch: pytest.MonkeyPatch, tied: bool, chunk: int, kept: TokenFilter
 ) -> None:
     monkeypatch.setattr(int8_planes, "_CHUNK_LOGITS", 75 * chunk)
     made = policy(tied)
@@ -227,13 +230,14 @@ def test_log_probs_and_gradients_of_a_policy(
     assert isinstance(head, PlanesHead)
     hidden = random(150, 128, seed=4).bfloat16().requires_grad_()
     chosen = torch.arange(150) % 75
-    logprobs, moments = made._head_logprobs(hidden, chosen, 0.7, False)
+    logprobs, moments = made._head_logprobs(hidden, chosen, 0.7, kept, False)
     g = random(150, seed=5)
     logprobs.backward(g)
 
     w = head.weight.detach().numpy()
     values, ids = hidden.detach().float().numpy(), chosen.numpy()
-    logits = fprop(values, w)
+    logits = filtered_logits(torch.from_numpy(fprop(values, w)), chosen, 0.7, kept).numpy()
+    assert np.isneginf(logits).any() != kept.keeps_all
     expected = bits.chosen_logprobs(logits, ids, 0.7)
     for found, other in zip((logprobs, *moments), expected, strict=True):
         equal_bits(found, other)

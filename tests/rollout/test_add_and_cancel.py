@@ -20,7 +20,7 @@ PARAMS = SamplingParams(n=3, max_tokens=20, temperature=0.9, stop_token_ids=(33,
 EACH = (
     PARAMS,
     replace(PARAMS, temperature=0.0, max_tokens=9, seed=2**62 + 7),
-    replace(PARAMS, top_k=4, top_p=0.8, stop_token_ids=tuple(range(30, 60)), seed=1),
+    replace(PARAMS, top_k=4, top_p=0.8, min_p=0.1, stop_token_ids=tuple(range(30, 60)), seed=1),
 )
 AHEAD = [(1, 0), (4, 1)]
 

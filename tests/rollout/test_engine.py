@@ -32,14 +32,19 @@ def of_prompt(completions, place, n=PARAMS.n):
     return completions[place * n : (place + 1) * n]
 
 
+@pytest.mark.parametrize("of_all", [False, True])
 @pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0), ("integer", 1.0)])
-def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
+def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature, of_all):
     policy = make_policy(preset)
     engine = RolloutEngine(policy, max_batch_size=6, page_size=4, max_prefill_tokens=10)
     params = SamplingParams(n=4, max_tokens=24, temperature=temperature, top_p=0.9, top_k=50)
+    params = replace(params, min_p=0.02, truncated_logprobs=not of_all)
     out = engine.generate(PROMPTS, params)
     assert sum(len(c.token_ids) for c in out) > 200
-    assert count_different(policy, PROMPTS, out, temperature) == 0
+    assert count_different(policy, PROMPTS, out, params) == 0
+    other = replace(params, truncated_logprobs=of_all)
+    assert count_different(policy, PROMPTS, out, other) > 100
+    assert [c.token_ids for c in engine.generate(PROMPTS, other)] == [c.token_ids for c in out]
 
 
 def test_of_prompts_the_last_layer_computes_the_ends_alone(make_policy):

@@ -84,6 +84,7 @@ def test_text_needs_a_tokenizer(make_policy):
     "wrong",
     [
         *({"temperature": 1e-40}, {"top_k": 2**64}, {"n": 2.0}, {"max_tokens": "8"}, {"seed": 1.5}),
+        *({"min_p": 1.0}, {"min_p": -0.1}, {"min_p": float("nan")}, {"top_p": float("nan")}),
         *({"temperature": None}, {"top_p": "1"}, {"stop": None}, {"stop_token_ids": [5.0]}),
     ],
     ids=str,

@@ -54,7 +54,7 @@ def key_of(prompt: list[int], occurrence: int, sample: int) -> int:
 
 
 def draw(logits: np.ndarray, bits: int, params: SamplingParams) -> tuple[int, float]:
-    """Return a token and its log-prob under the full distribution."""
+    """Return a token and its log-prob."""
     scaled = (logits / np.float32(params.temperature or 1)).astype(np.float64)
     logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
     if params.temperature == 0:
@@ -64,9 +64,12 @@ def draw(logits: np.ndarray, bits: int, params: SamplingParams) -> tuple[int, fl
     before = weights[order].cumsum() - weights[order]
     if params.top_p < 1:
         order = order[before < np.float64(np.float32(params.top_p)) * weights[order].sum()]
+    order = order[weights[order] >= np.float64(np.float32(params.min_p)) * 2.0**40]
     kept = np.zeros_like(weights)
     kept[order] = weights[order]
     token = np.searchsorted(kept.cumsum(), np.floor(bits * 2.0**-53 * kept.sum()), side="right")
+    if params.truncated_logprobs:
+        logprobs -= np.log(np.exp(logprobs[order]).sum())
     return int(token), logprobs[token]
 
 
@@ -161,6 +164,8 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
         temperature=choose([0, 0.3, 1, 1, 3, 1e-4, 1e4]),
         top_p=choose([1, 1, 0.9, 0.5, 1e-6]),
         top_k=choose([0, 0, 1, 5, 40, 98, 1000]),
+        min_p=choose([0, 0, 0.05, 0.5]),
+        truncated_logprobs=choose([True, True, False]),
         stop_token_ids=some(choose([0, 3, 10])),
         stop=chance.sample(["a", "ab", "1", "=", "Q", "(", "9"], choose([0, 2, 4])),
         seed=choose([0, 2**63 - 1, chance.randrange(2**40)]),
@@ -219,5 +224,4 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
         unit = 2.0**-23 * max(1.0, 60 / (params.temperature or 1))
         assert np.allclose(completion.logprobs, wanted[1], rtol=0, atol=4 * unit)
         if preset in ("unified", "jet", "bf16"):
-            temperature = params.temperature or 1.0
-            assert count_different(policy, [prompt], [completion], temperature) == 0
+            assert count_different(policy, [prompt], [completion], params) == 0

@@ -64,8 +64,13 @@ def test_a_refused_field_is_named(
         ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
         (
             "/inference/v1/generate",
-            {"token_ids": [5], "sampling_params": {"min_p": 0.1}},
-            "sampling_params.min_p: only 0 is supported, not 0.1",
+            {"token_ids": [5], "sampling_params": {"min_tokens": 3}},
+            "sampling_params.min_tokens: only 0 is supported, not 3",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"min_p": 1.0}},
+            "min_p must be in [0, 1), not 1.0",
         ),
         (
             "/inference/v1/generate",

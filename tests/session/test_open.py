@@ -226,6 +226,25 @@ def test_a_resumed_run_keeps_its_settings_and_the_formats_that_its_preset_meant(
     assert RunDirectory.open(tmp_path / "new").plan()[key] == other
 
 
+def test_a_run_of_before_keeps_log_probs_of_all_tokens(
+    words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(load_config("demo", [*words, "rollout.top_k=5", "rollout.truncated_logprobs=false"]))
+    own = tmp_path / "run" / "config.toml"
+    assert "truncated_logprobs = false" in own.read_text()
+    lines = own.read_text().splitlines()
+    older = [line for line in lines if not line.startswith(("truncated_logprobs", "min_p"))]
+    own.write_text("\n".join(older))
+    asked = recipe_settings([str(own), "rollout.truncated_logprobs=true"], resume=True)
+    assert asked.rollout.truncated_logprobs
+    assert recipe_settings([str(own), "rollout.top_p=0.9"], resume=True).rollout.top_p == 0.9
+    train(load_config(own, ["loop.steps=2"]), resume=True)
+    assert "truncated_logprobs = false" in own.read_text()
+    assert "this run began before that setting" in (tmp_path / "run" / "log.txt").read_text()
+    metrics = RunDirectory.open(tmp_path / "run").metrics("rl")[-1]
+    assert metrics["mismatch/num_different"] == 0
+
+
 def test_pass_rates_are_not_kept_of_two_prompts_under_one_id() -> None:
     prompts = [
         EncodedPrompt(Prompt(id=i, text="?"), PromptInputs((1,)), ()) for i in ("a", "b", "b")

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from jetrl.kernels.allowed_tokens import filtered_logits
 from jetrl.models.packed import ForwardInputs, pack
 from jetrl.precision.gradients import Gradients
-from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score, TokenFilter
 
 
 def make_sample(
@@ -104,6 +105,7 @@ class Bigram:
         activation_checkpointing: bool = False,
         stems: None = None,
         seen: None = None,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(
             ("grad" if torch.is_grad_enabled() else "no_grad", activation_checkpointing)
@@ -111,10 +113,12 @@ class Bigram:
         assert not set(targets.tolist()) & set(cu_seqlens.tolist())
         token_ids = inputs.token_ids
         logits = self.masters["table.weight"][token_ids[targets - 1]] + self.masters["table.bias"]
-        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        chosen = token_ids[targets]
+        logits = filtered_logits(logits, chosen, temperature, token_filter)
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).clamp(min=-1e4)
         mean, square = ((logprobs.exp() * (-logprobs) ** k).sum(-1).detach() for k in (1, 2))
         moments = torch.stack((mean, square - mean**2))
-        return logprobs.gather(1, token_ids[targets, None]).squeeze(1), moments
+        return logprobs.gather(1, chosen[:, None]).squeeze(1), moments
 
     def logprob_of(self, sample: Sample) -> float:
         """The sum of the log-probs of a sample's completion, as this policy sees it now."""

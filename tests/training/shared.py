@@ -12,6 +12,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training.trainer import Trainer
+from jetrl.types import SamplingParams
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 
@@ -66,12 +67,13 @@ def draw(policy, sample, seed, count=8, longest=6):
     ]
 
 
-def count_different(policy, prompts, completions, temperature=1.0):
+def count_different(policy, prompts, completions, params=SamplingParams()):  # noqa: B008
     """Return how many drawn tokens have a log-prob that is not, as bits, the trainer's."""
     n = len(completions) // len(prompts)
     pairs = [(list(prompts[i // n]), c) for i, c in enumerate(completions)]
     with torch.no_grad():
-        trainer = policy.logprobs([[*p, *c.token_ids] for p, c in pairs], temperature)
+        sequences = [[*p, *c.token_ids] for p, c in pairs]
+        trainer = policy.logprobs(sequences, params.temperature, params.logprobs_filter)
     different = 0
     for (prompt, completion), logprobs in zip(pairs, trainer, strict=True):
         told = {i for start, end in completion.environment for i in range(start, end)}

@@ -16,6 +16,7 @@ from jetrl.training.objectives import Objective
 from jetrl.training.packing import pack, with_advantages
 from jetrl.training.trainer import Trainer
 from jetrl.training.update import Accumulated
+from jetrl.types import TokenFilter
 
 REFERENCE = ClipBounds(0.8, 1.2)
 
@@ -118,7 +119,7 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
         advantages = np.full(5, (-1.0) ** len(micro), dtype=np.float32)
         micro.append(MicroBatch(with_advantages(batch, [advantages] * 2)))
     for value, moves in ((0.5, True), (float("nan"), False)):
-        calibration = ClipCalibration(policy, REFERENCE, 1, 1.0)
+        calibration = ClipCalibration(policy, REFERENCE, 1, 1.0, TokenFilter())
         minibatch = Minibatch(micro, MicroBatchSize(8))
         calibration.begin(0, [minibatch, minibatch])
         outputs = [torch.full((5,), value)] * 2

@@ -94,7 +94,7 @@ def test_a_sampler_that_draws_at_half_the_temperature_is_seen(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rollout": {"top_p": 0.9}},
+        {"rollout": {"top_p": 0.9, "truncated_logprobs": False}},
         {"rollout": {"oversample": 0.5}},
         {"algorithm": {"name": "dapo"}},
         {"data": {"batch": "shuffle_r1"}},

@@ -90,15 +90,18 @@ def add_sampling_arguments(
     max_tokens: int | None,
     temperature: float | None,
     top_p: float | None = 1.0,
+    min_p: float | None = 0.0,
     seed: int | None = 0,
 ) -> None:
-    """Add --max-tokens, --temperature, --top-p, --top-k, --seed and --template-arg."""
+    """Add --max-tokens, --temperature, --top-p, --top-k, --min-p, --seed and --template-arg."""
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion")
     add("--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy")
     mass = "nucleus sampling: cumulative probability to keep; 1: all"
     add("--top-p", type=float, default=top_p, help=mass)
     add("--top-k", type=int, default=0, help="keep only the k most probable tokens; 0: all")
+    ratio = "keep only tokens with at least this fraction of the largest probability; 0: all"
+    add("--min-p", type=float, default=min_p, help=ratio)
     add("--seed", type=int, default=seed, help="sampling seed")
     words = "extra variable for the chat template, such as enable_thinking=false (repeatable)"
     add("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=words)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", help="split of the task (default: test)")
     add("--prompts", type=int, help="number of prompts, taken from the start; 0: all")
     add("--samples", type=int, help="completions per prompt")
-    unset = {"max_tokens": None, "temperature": None, "top_p": None, "seed": None}
+    unset = dict.fromkeys(("max_tokens", "temperature", "top_p", "min_p", "seed"))
     arguments.add_sampling_arguments(parser, **unset)
     add("--system", metavar="TEXT", help="system prompt")
     add("--threshold", type=float, help="minimum reward of a solved prompt")
@@ -212,7 +212,7 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     temperature = own.temperature if args.temperature is None else args.temperature
     if temperature == 0 and own.samples > 1:
         temperature = 1.0  # greedy completions would all be the same
-    usual = {"max_tokens": max_tokens, "top_p": own.top_p, "seed": seed}
+    usual = {"max_tokens": max_tokens, "top_p": own.top_p, "min_p": own.min_p, "seed": seed}
     params = arguments.sampling_params(
         **usual | given(**{key: key for key in (*usual, "top_k")}),
         **{"n": own.samples, "temperature": temperature, "stop": tuple(stop)},

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.template_arg and not args.chat:
         raise UserError("--template-arg needs --chat: plain text has no template")
     template_args = arguments.key_values(args.template_arg, "--template-arg")
-    names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed")
+    names = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
     values = {name: getattr(args, name) for name in names}
     params = arguments.sampling_params(stop=tuple(args.stop), **values)
     prompts = list(_read_prompts(args.prompt, args.chat))

@@ -22,7 +22,7 @@ from jetrl.kernels.norm_triton import (
 )
 from jetrl.kernels.portable.routing import route, route_backward
 from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.sampling_triton import sample
+from jetrl.kernels.sampling_triton import exclude_tokens, sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize
 from jetrl.kernels.swiglu_triton import (
     swiglu_backward, swiglu_backward_values_, swiglu_forward, swiglu_quantize,

@@ -17,6 +17,7 @@ changes no bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,6 +173,10 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
     return _ChosenLogprobs.apply(logits, chosen, temperature)
 
 
+def _all_kept(logits: Tensor, _: Tensor) -> Tensor:
+    return logits
+
+
 def lm_head_logprobs(
     hidden: Tensor,
     master: Tensor,
@@ -182,6 +187,7 @@ def lm_head_logprobs(
     recompute: bool = False,
     *,
     gradients: Gradients,
+    kept: Callable[[Tensor, Tensor], Tensor] = _all_kept,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of chosen tokens and moments, like `chosen_logprobs`, from hidden states.
 
@@ -193,11 +199,17 @@ def lm_head_logprobs(
         chunk_rows: rows whose logits are materialized at a time; changes no bits.
         recompute: whether backward recomputes the logits. Otherwise forward saves their gradients,
             2 R V bytes, and backward needs two GEMMs instead of three.
+        kept: returns logits of (logits, chosen) with -inf for excluded tokens.
     """
+
+    def row_logits(hidden: Tensor, chosen: Tensor) -> Tensor:
+        logits = bf16_matmul(hidden, weight.detach(), torch.float32)
+        return kept(logits, chosen)
+
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
     return _HeadLogprobs.apply(
-        hidden, master, weight.detach(), chosen, temperature, rows, keep, gradients
+        hidden, master, weight.detach(), chosen, temperature, rows, keep, gradients, row_logits
     )
 
 
@@ -280,6 +292,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk_rows: int,
         keep: bool,
         gradients: Gradients,
+        row_logits: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         # Reduce the logits of each chunk and, unless recomputing, save the gradient of each row's
         # log-prob, which backward scales by the incoming gradient.
@@ -288,7 +301,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ones = torch.ones_like(results[0])
         for start in range(0, len(chosen), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = bf16_matmul(hidden[rows], weight, torch.float32)
+            logits = row_logits(hidden[rows], chosen[rows])
             results[:, rows] = reduced = _reduce(logits, chosen[rows], temperature)
             if kept is not None:
                 _logit_gradient(
@@ -298,7 +311,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, moments = results[0], results[1:3]
         ctx.save_for_backward(hidden, weight, chosen, results[3:], kept)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        ctx.master, ctx.gradients = master, gradients
+        ctx.master, ctx.gradients, ctx.row_logits = master, gradients, row_logits
         ctx.mark_non_differentiable(moments)
         return logprobs, moments
 
@@ -316,7 +329,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if kept is not None:
                 gradient = kept[rows]
             else:
-                logits = bf16_matmul(hidden[rows], weight, torch.float32)
+                logits = ctx.row_logits(hidden[rows], chosen[rows])
                 gradient = _logit_gradient(
                     logits,
                     chosen[rows],
@@ -337,4 +350,4 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.ops.aten.addmm.dtype_out(
                     dweight, gradient.t(), scaled, torch.float32, out=dweight
                 )
-        return dhidden, returned, None, None, None, None, None, None
+        return dhidden, returned, None, None, None, None, None, None, None

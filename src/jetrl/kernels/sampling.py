@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.allowed_tokens import allowed_tokens
+from jetrl.kernels.allowed_tokens import RowFilters, exclude_tokens, sampling_weights
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import log_softmax_parts
 
-_WEIGHT_ONE = 2.0**40  # weight of the most probable token; sums of 2**22 tokens fit int64
 _MASK32 = np.uint64(0xFFFFFFFF)
 _PHILOX_ROUNDS = 10
 
@@ -53,42 +52,55 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
+    logits: Tensor,
+    bits: Tensor,
+    temperature: Tensor,
+    filters: RowFilters | None = None,
+    of_all: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row of logits, float32 [R, V], without waiting for the device.
 
-    `kernels.allowed_tokens` defines the tokens that top_k and top_p exclude.
+    `kernels.allowed_tokens` defines the tokens that filters exclude; it may write over the logits.
 
     Args:
         bits: int64 [R] from `random_bits`; -1 gives an arbitrary token.
         temperature: float32 [R]; 0 picks the most probable token (ties go to the lowest id), with
             log-probs at temperature 1.
-        top_p: float32 [R], 1 for off.
-        top_k: int64 [R], 0 for off.
-        filtered: whether any row excludes tokens (`allows_all`).
+        filters: None if no row excludes tokens.
+        of_all: bool [R], rows whose log-probs are of all tokens, not only of those that filters
+            keep; None: no row.
 
     Returns:
-        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; log-sum-exp
-        relative to the largest logit, float32 [R], not finite for a row that cannot be sampled
-        (logits with NaN or all -inf).
+        Token ids int64 [R]; their log-probs float32 [R]; log-sum-exp of the kept tokens relative to
+        the largest logit, float32 [R], not finite for a row that cannot be sampled (logits with NaN
+        or all -inf).
     """
+    if filters is None:
+        return _sample(logits, bits, temperature)
+    if of_all is None:
+        return _sample(exclude_tokens(logits, temperature, filters), bits, temperature)
+    scale = torch.where(temperature == 0, 1.0, temperature)
+    _, _, lse_of_all = _sample(logits, bits, temperature)
+    kept = exclude_tokens(logits, temperature, filters)
+    tokens, logprobs, lse = _sample(kept, bits, temperature)
+    # The largest logit is always kept.
+    shifted = kept.gather(-1, tokens[:, None])[:, 0] / scale - kept.amax(-1) / scale
+    return tokens, torch.where(of_all, shifted - lse_of_all, logprobs), lse
+
+
+def _sample(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if (kernels := kernels_of(logits)) is not None:
-        return kernels.sample(logits, bits, temperature, top_p, top_k, filtered)
-    return sample_ref(logits, bits, temperature, top_p, top_k, filtered)
+        return kernels.sample(logits, bits, temperature)
+    return sample_ref(logits, bits, temperature)
 
 
-def sample_ref(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `sample`, by the operations that define their bits."""
+def sample_ref(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `sample` without filters, by the operations that define their bits."""
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)
-    weights = (mass.double() * _WEIGHT_ONE).round_().long()
-    if filtered:
-        weights = torch.where(allowed_tokens(weights, top_p, top_k), weights, 0)
     # Inverse CDF: pick the first token whose cumulative weight exceeds the target.
-    cumulative = weights.cumsum(-1)
+    cumulative = sampling_weights(mass).cumsum(-1)
     total = cumulative[:, -1:]
     target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
     # The product may round up to the total, which no cumulative weight exceeds.

@@ -6,9 +6,10 @@ each program sums the int64 weights of one block, and a last kernel reads the bl
 cumulative sum exceeds the target. Weights use the hardware exp2 and may differ from the CPU
 reference in the last bits.
 
-top_k and top_p keep the weights above a threshold and the first of those equal to it. The threshold
-is the largest x for which enough weights, or enough mass, are at least x. It is found without
-sorting, two bits per pass over the row; weights are at most 2**40, so 21 passes are exact.
+Filters are a kernel of their own, of one program per row. top_k and top_p keep the weights above a
+threshold and the first of those equal to it. The threshold is the largest x for which enough
+weights, or enough mass, are at least x. It is found without sorting, two bits per pass over the
+row; weights are at most 2**40, so 21 passes are exact.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -153,7 +154,6 @@ def _sample_draw_kernel(
     best_ptr,
     tokens_ptr,
     logprobs_ptr,
-    max_ptr,
     lse_ptr,
     num_columns,
     num_blocks,
@@ -169,7 +169,6 @@ def _sample_draw_kernel(
     lane_max, lane_sum = _load_lanes(lanes_ptr, row, stride, BLOCK)
     nothing = tl.zeros_like(lane_sum)
     row_max, lse, _, _ = statistics_of_lanes(lane_max, lane_sum, nothing, nothing)
-    tl.store(max_ptr + row, row_max)
     tl.store(lse_ptr + row, lse)
     if greedy:
         blocks = tl.arange(0, BLOCKS)
@@ -261,47 +260,36 @@ def _sums_above(row_ptr, num_columns, num_blocks, temperature, row_max, bound, B
 
 
 @triton.jit
-def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
-    """Return the weights of a block, 0 if excluded, and the mask of ties with the bound."""
-    # Ties are kept in token-id order, as in the reference: the first `limit`, while the mass before
-    # each is less than `needed`.
-    ties = (weights == bound) & (columns < num_columns)
-    rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
-    before = (mass_above + rank * bound).to(tl.float64)
-    keep = (weights > bound) | (ties & (rank < limit) & (before < needed))
-    return tl.where(keep, weights, 0), ties
+def _finite_max(row_ptr, num_columns, num_blocks, temperature, BLOCK: tl.constexpr):
+    """Return the largest z of a row, not finite if the row has no finite softmax."""
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for block in range(0, num_blocks):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        z = scaled_logits(row_ptr, columns, num_columns, temperature)
+        largest = tl.maximum(largest, tl.where(z == z, z, float("inf")))
+    return tl.max(largest, 0)
 
 
 @triton.jit
-def _filtered_kernel(
+def _exclude_kernel(
     logits_ptr,
-    bits_ptr,
     temperature_ptr,
     top_p_ptr,
     top_k_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    max_ptr,
-    lse_ptr,
-    sums_ptr,
-    ties_ptr,
+    min_p_ptr,
+    chosen_ptr,
     num_columns,
     num_blocks,
-    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Resample the token of a row from the tokens that top_k and top_p keep, unless greedy.
-
-    sums_ptr and ties_ptr are scratch, int64 [R, num_blocks]: the sum of kept weights per block, and
-    the number of ties before it.
-    """
+    """Write -inf over the logits that the filters of a row exclude, except the chosen one."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    temperature = tl.load(temperature_ptr + row)
-    row_max = tl.load(max_ptr + row)
+    temperature, greedy = temperature_of(temperature_ptr, row)
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
     top_k = tl.load(top_k_ptr + row)
-    if temperature != 0.0:
+    row_max = _finite_max(row_ptr, num_columns, num_blocks, temperature, BLOCK)
+    if (greedy == 0) & (tl.abs(row_max) < float("inf")):
         # top_k: find the weight of the k-th token and the number of its ties among the top k.
         by_count = (top_k > 0) & (top_k < num_columns)
         bound = _largest_bound(
@@ -323,7 +311,9 @@ def _filtered_kernel(
         # top_p: a fraction of the mass that top_k left. If weights above the top_k bound suffice,
         # raise the bound; top_k then excludes none of the ties.
         total = tl.where(by_count, mass + limit * bound, total)
-        needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
+        # The first token is always kept: its weight is 2**40, and nothing is before it.
+        needed = tl.maximum(top_p * total.to(tl.float64), 0.5)
+        needed = tl.where(top_p < 1.0, needed, float("inf"))
         by_mass = _largest_bound(
             row_ptr, num_columns, num_blocks, temperature, row_max, needed, top_p < 1.0, True, BLOCK
         )
@@ -334,45 +324,60 @@ def _filtered_kernel(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
             )
 
-        # Sample from the kept weights, as in `_sample_draw_kernel`.
+        # Ties are kept in token-id order, as in the reference: the first `limit`, while the mass
+        # before each is less than `needed`. min_p is a fraction of the largest weight, 2**40.
+        least = tl.load(min_p_ptr + row).to(tl.float64) * WEIGHT_ONE
+        chosen = tl.load(chosen_ptr + row)
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
+            inside = columns < num_columns
             weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
-            kept, ties = _kept(
-                weights, columns, num_columns, bound, ties_before, limit, mass, needed
-            )
-            tl.store(sums_ptr + row * num_blocks + block, tl.sum(kept, 0))
-            tl.store(ties_ptr + row * num_blocks + block, ties_before)
+            ties = (weights == bound) & inside
+            rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
+            before = (mass + rank * bound).to(tl.float64)
+            keep = (weights > bound) | (ties & (rank < limit) & (before < needed))
+            keep = (keep & (weights.to(tl.float64) >= least)) | (columns == chosen)
+            excluded = tl.full([BLOCK], float("-inf"), tl.float32)
+            tl.store(row_ptr + columns, excluded, mask=inside & (keep == 0))
             ties_before += tl.sum(ties.to(tl.int64), 0)
-        tl.debug_barrier()  # every warp sees the sums
-        bits = tl.load(bits_ptr + row)
-        target, place, before = find_block(sums_ptr + row * num_blocks, num_blocks, bits, BLOCKS)
-        columns = place * BLOCK + tl.arange(0, BLOCK)
-        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
-        # place is past the last block only for a row without a finite softmax, which is not used.
-        ties_before = tl.load(ties_ptr + row * num_blocks + tl.minimum(place, num_blocks - 1))
-        kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
-        passed = (before + tl.cumsum(kept, 0) <= target) & (columns < num_columns)
-        token = tl.minimum(place * BLOCK + tl.sum(passed.to(tl.int32), 0), num_columns - 1)
-
-        # The log-prob is under the full distribution, as in the trainer.
-        z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
-        tl.store(tokens_ptr + row, token.to(tl.int64))
-        tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))
 
 
-def sample(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def exclude_tokens(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, chosen: Tensor
+) -> Tensor:
+    """`kernels.allowed_tokens.exclude_tokens` in Triton, in place."""
+    rows, vocabulary = logits.shape
+    for x, dtype in ((temperature, float32), (top_p, float32), (top_k, int64), (min_p, float32)):
+        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
+    assert (chosen.dtype, chosen.shape, chosen.is_contiguous()) == (int64, (rows,), True)
+    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    if rows:
+        _exclude_kernel[(rows,)](
+            logits,
+            temperature,
+            top_p,
+            top_k,
+            min_p,
+            chosen,
+            vocabulary,
+            triton.cdiv(vocabulary, BLOCK),
+            BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return logits
+
+
+def sample(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.sampling.sample` in Triton."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((bits, int64), (temperature, float32), (top_p, float32), (top_k, int64)):
+    for x, dtype in ((bits, int64), (temperature, float32)):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
     assert (logits.dtype, logits.is_contiguous()) == (float32, True)
     device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
+    logprobs, lse = torch.empty(2, rows, dtype=torch.float32, device=device)
     stride = _lane_stride(vocabulary)
     lanes = torch.empty(rows * stride, dtype=torch.float32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
@@ -414,7 +419,6 @@ def sample(
         best,
         tokens,
         logprobs,
-        row_max,
         lse,
         vocabulary,
         blocks,
@@ -425,24 +429,4 @@ def sample(
         enable_fp_fusion=False,
         **overlapped(),
     )
-    if filtered:
-        _filtered_kernel[(rows,)](
-            logits,
-            bits,
-            temperature,
-            top_p,
-            top_k,
-            tokens,
-            logprobs,
-            row_max,
-            lse,
-            sums,
-            torch.empty_like(sums),
-            vocabulary,
-            blocks,
-            triton.next_power_of_2(blocks),
-            BLOCK,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
     return tokens, logprobs, lse

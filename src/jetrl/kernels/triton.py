@@ -33,7 +33,7 @@ from jetrl.kernels.norm_triton import (
 )
 from jetrl.kernels.portable.routing import route, route_backward
 from jetrl.kernels.rotary_triton import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.sampling_triton import sample
+from jetrl.kernels.sampling_triton import exclude_tokens, sample
 from jetrl.kernels.swiglu_triton import (
     swiglu_backward,
     swiglu_backward_quantize,

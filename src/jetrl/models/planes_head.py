@@ -55,6 +55,7 @@ def head_logprobs(
     temperature: float,
     head: PlanesHead,
     logits: Callable[[Tensor], Tensor],
+    kept: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of chosen tokens, float32 [R], differentiable, and moments, float32 [2, R].
 
@@ -62,10 +63,11 @@ def head_logprobs(
         hidden: Decoder output, bfloat16 [R, D].
         chosen: int64 [R].
         logits: Returns the head's logits, float32 [n, V], of some hidden rows.
+        kept: Returns logits of (logits, chosen) with -inf for excluded tokens.
     """
     per_row = torch.full((len(chosen), 1), temperature, device=hidden.device)
     found: tuple[Tensor, Tensor] = _HeadLogprobs.apply(
-        hidden, head.weight, chosen, per_row, head, logits
+        hidden, head.weight, chosen, per_row, head, logits, kept
     )
     return found
 
@@ -82,13 +84,14 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: Tensor,
         head: PlanesHead,
         logits: Callable[[Tensor], Tensor],
+        kept: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, chosen, temperature)
-        ctx.head, ctx.master = head, master
+        ctx.head, ctx.master, ctx.kept = head, master, kept
         # A row's bits do not depend on the others, so memory may choose the rows at once.
         size = max(1, backend_of(hidden).logits_at_once // head.planes("train").shape[0])
         parts = [
-            exact_logprobs(logits(rows), ids, divisors)
+            exact_logprobs(kept(logits(rows), ids), ids, divisors)
             for rows, ids, divisors in zip(
                 hidden.split(size), chosen.split(size), temperature.split(size), strict=True
             )
@@ -109,12 +112,12 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             x = planes_of_rows(hidden[rows])
-            dlogits = exact_logits_gradient(
-                planes_fprop(x, weight), chosen[rows], temperature[rows], grads[0][rows]
-            )
+            logits = ctx.kept(planes_fprop(x, weight), chosen[rows])
+            dlogits = exact_logits_gradient(logits, chosen[rows], temperature[rows], grads[0][rows])
+            del logits
             if dhidden is not None:
                 dhidden[rows] = planes_dgrad(dlogits, weight)
             if total is not None:
                 add_planes_wgrad(total, dlogits, x)
             del dlogits  # before the logits of the next chunk
-        return dhidden, returned, None, None, None, None
+        return dhidden, returned, None, None, None, None, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from jetrl.kernels.allowed_tokens import filtered_logits
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
@@ -24,7 +25,7 @@ from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upl
 from jetrl.models.planes_head import PlanesHead, head_logprobs
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import BF16, number_format
-from jetrl.types import SamplingParams
+from jetrl.types import SamplingParams, TokenFilter
 
 
 class Policy(Model):
@@ -73,6 +74,7 @@ class Policy(Model):
         activation_checkpointing: bool = False,
         stems: Stems | None = None,
         seen: Callable[[Tensor], None] | None = None,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
@@ -86,6 +88,8 @@ class Policy(Model):
             activation_checkpointing: Compute layers and logits again in backward.
             stems: The rows to compute if sequences share their first tokens; None: all.
             seen: Called with the hidden states [R, D] that the log-probs are computed from.
+            token_filter: Of the distribution that results refer to, renormalized; a target that it
+                excludes is kept.
 
         Returns:
             The log-prob of each target given the tokens before it, float32 [R], differentiable, and
@@ -103,18 +107,28 @@ class Policy(Model):
         if seen is not None:
             seen(before.detach())
         return self._head_logprobs(
-            before, inputs.token_ids[targets], temperature, activation_checkpointing
+            before, inputs.token_ids[targets], temperature, token_filter, activation_checkpointing
         )
 
     def _head_logprobs(
-        self, hidden: Tensor, chosen: Tensor, temperature: float, activation_checkpointing: bool
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        temperature: float,
+        token_filter: TokenFilter,
+        activation_checkpointing: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
+
+        def kept(logits: Tensor, ids: Tensor) -> Tensor:
+            return filtered_logits(logits, ids, temperature, token_filter)
+
         head = self.decoder.lm_head
         if isinstance(head, PlanesHead):
             return head_logprobs(
-                hidden, chosen, temperature, head, lambda x: self.decoder.logits(x, "train")
-            )
+                hidden, chosen, temperature, head,
+                logits=lambda x: self.decoder.logits(x, "train"), kept=kept,
+            )  # fmt: skip
         kernels = kernels_of(hidden) if number_format(self.plan.lm_head) is BF16 else None
         if kernels is not None and self.decoder.trace is None:
             weight = head.operand("train")
@@ -122,10 +136,12 @@ class Policy(Model):
             return kernels.lm_head_logprobs(
                 hidden, head.weight, weight, chosen, temperature,
                 recompute=activation_checkpointing, gradients=head.gradients,
+                kept=kept,
             )  # fmt: skip
 
         def chunk_logprobs(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-            return chosen_logprobs(self.decoder.logits(hidden, "train"), chosen, temperature)
+            logits = self.decoder.logits(hidden, "train")
+            return chosen_logprobs(kept(logits, chosen), chosen, temperature)
 
         size = max(1, backend_of(hidden).logits_at_once // self.config.vocab_size)
         chunks = [
@@ -136,13 +152,17 @@ class Policy(Model):
         return logprobs, moments
 
     def logprobs(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
     ) -> list[Tensor]:
         """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
 
         They come from one packed forward and are differentiable in the master weights. The
-        temperature is that of sampling, 0 included (`SamplingParams`). Raises UserError for an
-        empty sequence, one longer than the context, or a token id out of range.
+        temperature is that of sampling, 0 included, and `token_filter` that of its log-probs
+        (`SamplingParams.logprobs_filter`). Raises UserError for an empty sequence, one longer than
+        the context, or a token id out of range.
         """
         sequences = self.check_sequences(sequences)
         temperature = SamplingParams(temperature=temperature).temperature or 1.0
@@ -150,5 +170,7 @@ class Policy(Model):
             return []
         inputs, cu_seqlens = pack(sequences, self.device)
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
-        logprobs, _ = self.train_logprobs(inputs, cu_seqlens, targets, temperature)
+        logprobs, _ = self.train_logprobs(
+            inputs, cu_seqlens, targets, temperature, token_filter=token_filter
+        )
         return list(logprobs.split([len(sequence) - 1 for sequence in sequences]))

@@ -38,7 +38,7 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import DecodeWork, PagedCache, Span
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.sampler import Sampler, chunks_of_draws, filters
+from jetrl.rollout.sampler import Filtering, Sampler, chunks_of_draws, filtering_of
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch, padded_context
@@ -119,7 +119,7 @@ class ForwardSize:
 
     rows: int
     longest: int
-    filtered: bool
+    filtering: Filtering
     verify: Width | None = None
 
 
@@ -209,7 +209,7 @@ class EagerForwards:
                     logits[part],
                     bits=inputs.bits[rows],
                     rows=rows,
-                    filtered=size.filtered,
+                    filtering=size.filtering,
                     plan=policy.plan,
                 )
         return (tokens, logprobs, lse), all_hidden
@@ -271,7 +271,7 @@ class GraphForwards(EagerForwards):
             self.policy.rollout_logits(hidden),
             bits=inputs.bits,
             rows=slice(0, len(inputs.token_ids)),
-            filtered=size.filtered,
+            filtering=size.filtering,
             plan=self.policy.plan,
         )
         return drawn, hidden
@@ -391,8 +391,8 @@ class DecodeBatch:
         longest = max(chunk.reach for chunk in step.chunks)
         if verify is not None and step.width == 1:  # too few pages for drafts
             verify = Width(1, padded_batch(len(running)), verify.drafts)
-        filtered = filters(sequence.params for sequence in running)
-        size = ForwardSize(len(running), longest, filtered, verify)
+        filtering = filtering_of(sequence.params for sequence in running)
+        size = ForwardSize(len(running), longest, filtering, verify)
         # Capture the graph before the rows are set.
         self.forwards.prepare(size)
         self._place(step, running)

@@ -94,7 +94,7 @@ class Generation:
         scheduler = self.scheduler
         allocator = scheduler.allocator
         # With drafts, the sequence of a row is not known in advance.
-        alike = attrgetter("temperature", "top_p", "top_k")
+        alike = attrgetter("temperature", "token_filter", "truncated_logprobs")
         first = [*scheduler.running, *scheduler.waiting, *group][0].params
         for sequence in group:
             problem = too_small(
@@ -108,7 +108,7 @@ class Generation:
             if self.drafts is not None and alike(sequence.params) != alike(first):
                 raise UserError(
                     "prompts that are sampled together with speculation need the same "
-                    "temperature, top_p and top_k"
+                    "temperature, top_p, top_k, min_p and truncated_logprobs"
                 )
         scheduler.add(group)
 
@@ -452,7 +452,7 @@ class RolloutEngine:
         The first group determines the cache size, unless the engine has `num_pages`. Sequences have
         their own parameters and stop rules (`inputs.make_groups`), and indices after those of
         earlier groups. Raises UserError if the cache is too small for a sequence, or if sequences
-        differ in temperature, top_p or top_k with speculation.
+        differ in temperature, filters or truncated_logprobs with speculation.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())

@@ -16,7 +16,7 @@ from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache, Span
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.sampler import Sampler, chunks_of_draws, filters
+from jetrl.rollout.sampler import Sampler, chunks_of_draws, filtering_of
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
 
@@ -73,8 +73,8 @@ class Prefill:
     ) -> tuple[Tensor, Tensor]:
         """Return token ids (int64) and log-probs (float32) of `step.draws`, without waiting.
 
-        All draws of a chunk share its row of logits [R, V]. Log-probs are under the full
-        distribution at the temperature. An id BROKEN stands for logits without a finite softmax.
+        All draws of a chunk share its row of logits [R, V]. An id BROKEN stands for logits without
+        a finite softmax.
         """
         draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
         device = logits.device
@@ -93,7 +93,7 @@ class Prefill:
                 logits[to_device(rows[part], device)],
                 bits=to_device(bits[part], device),
                 rows=slice(None),
-                filtered=filters(params),
+                filtering=filtering_of(params),
                 plan=self.policy.plan,
             )
             tokens[part] = torch.where(torch.isfinite(lse), drawn, BROKEN)

@@ -136,7 +136,9 @@ def settings_of_resume(settings: Settings) -> Settings:
     A run that continues on a CPU leaves the kernels of its GPU behind.
     """
     run = RunDirectory(path_of_run(settings))
-    stored = run.config().get("run", {}) if (run.path / "config.toml").is_file() else {}
+    config = run.config() if (run.path / "config.toml").is_file() else {}
+    settings = _with_older_logprobs(settings, config.get("rollout", {}))
+    stored = config.get("run", {})
     moved = settings.run.device == "cpu" and stored.get("device", "auto") != "cpu"
     kept = settings.run.backend == stored.get("backend")
     if moved and kept and settings.run.backend != "reference":
@@ -152,6 +154,15 @@ def settings_of_resume(settings: Settings) -> Settings:
         if getattr(precision, key) is None and own not in (None, getattr(preset, key)):
             precision = precision.model_copy(update={key: own})
     return settings.model_copy(update={"precision": precision})
+
+
+def _with_older_logprobs(settings: Settings, stored: Mapping[str, Any]) -> Settings:
+    """Return settings with log-probs of all tokens for a run from before truncated_logprobs."""
+    rollout, key = settings.rollout, "truncated_logprobs"
+    filters = stored.get("top_p", 1.0) != 1.0 or stored.get("top_k", 0) != 0
+    if key in stored or key in rollout.model_fields_set or not filters:
+        return settings
+    return settings.model_copy(update={"rollout": rollout.model_copy(update={key: False})})
 
 
 def check_start(settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:

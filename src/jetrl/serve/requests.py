@@ -22,7 +22,7 @@ MOST_PROMPTS, MOST_STOPS = 256, 64
 
 # Fields with values that ask for nothing. Other values are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
     **dict.fromkeys(("top_logprobs", "priority", "prompt_logprobs"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("echo", "store", "use_beam_search", "include_stop_str_in_output"), (False,)),
@@ -53,6 +53,7 @@ class _Sampling(_Fields):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = Field(0, ge=-1)
+    min_p: float = 0.0
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] = []
     stop_token_ids: list[int] = []
@@ -300,6 +301,7 @@ def _params(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=max(0, fields.top_k),
+            min_p=fields.min_p,
             stop_token_ids=tuple(fields.stop_token_ids),
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
             seed=seed,

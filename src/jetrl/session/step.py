@@ -71,6 +71,8 @@ def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingPar
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        truncated_logprobs=rollout.truncated_logprobs,
         stop=rollout.stop,
         seed=derive_seed(settings.run.seed, "rollout", step, *later_round),
     )
@@ -83,6 +85,7 @@ def eval_params(settings: Settings) -> SamplingParams:
         max_tokens=settings.eval.max_tokens or settings.rollout.max_tokens,
         temperature=settings.eval.temperature,
         top_p=settings.eval.top_p,
+        min_p=settings.eval.min_p,
         stop=settings.rollout.stop,
         seed=derive_seed(settings.run.seed, "eval"),
     )

@@ -100,6 +100,13 @@ class TrainingRun:
         self.directory.notes += context.notes
         if own := words_of(model.plan.sampler_only):
             self.directory.notes.append(f"the sampler deviates on purpose: {own}")
+        # `settings_of_resume` keeps the log-probs of an older run.
+        key = "rollout.truncated_logprobs"
+        if self.directory.changed_settings.get(key) == (None, False):
+            self.directory.notes.append(
+                f"{key} = false: this run began before that setting, with log-probs of all tokens; "
+                f"resume with {key}=true to train the distribution that is sampled from"
+            )
         # Written last, once the run's end is recorded.
         if self.settings.report.enabled and world().is_first:
             stack.push(lambda _, error, __: _report(self.directory.path, error))

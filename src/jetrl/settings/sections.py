@@ -208,6 +208,11 @@ class RolloutSettings(Section):
     """nucleus sampling: keep the most probable tokens up to this cumulative probability; 1: all"""
     top_k: NonNegative = 0
     """keep only the k most probable tokens; 0: all"""
+    min_p: Beta = 0.0
+    """keep only tokens with at least this fraction of the largest probability; 0: all"""
+    truncated_logprobs: bool = True
+    """train the distribution that top_p, top_k and min_p leave, renormalized; false: log-probs,
+    ratios and gradient are of all tokens, which is biased"""
     stop: Annotated[tuple[Text, ...], ONE_OR_MORE] = ()
     """stop strings, in addition to the task's"""
     max_batch_size: Many = 256
@@ -229,6 +234,11 @@ class RolloutSettings(Section):
     sibling and earlier completions; head: draft with a small network trained next to the policy;
     auto: both, if faster. Default: text if faster, on a GPU under an exact plan with oversample =
     0; else off"""
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Return True if sampling excludes tokens; greedy sampling has no filter."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def asks_head(self) -> bool:
@@ -334,6 +344,8 @@ class EvalSettings(Section):
     """sampling temperature; 0: greedy"""
     top_p: Mass = 1.0
     """nucleus sampling: keep the most probable tokens up to this cumulative probability; 1: all"""
+    min_p: Beta = 0.0
+    """keep only tokens with at least this fraction of the largest probability; 0: all"""
     max_tokens: Positive | None = None
     """maximum tokens per completion. Default: rollout.max_tokens"""
     threshold: float = 1.0
@@ -545,7 +557,10 @@ class Settings(Section):
         has_noise = self.adapter.noise_start > 0
         keys = ["adapter.noise_end", "adapter.noise_stages"]
         yield from unread("adapter.noise_start", has_noise, *keys)
-        yield from unread("eval.temperature above 0", self.eval.temperature > 0, "eval.top_p")
+        keys = ["eval.top_p", "eval.min_p"]
+        yield from unread("eval.temperature above 0", self.eval.temperature > 0, *keys)
+        key, filters = "rollout.truncated_logprobs", self.rollout.excludes_tokens
+        yield from unread("rollout.top_p, top_k or min_p", filters, key)
         train_linear = PRESETS[self.precision.preset].train_linear
         is_coded = codes_alike(train_linear, train_linear)
         keys = ["precision.grad_output", "precision.wgrad_input"]

@@ -22,9 +22,9 @@ from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.models.packed import ForwardInputs, Stems, upload
 from jetrl.models.policy import Policy
-from jetrl.settings.sections import TrainSettings
+from jetrl.settings.sections import RolloutSettings, TrainSettings
 from jetrl.training.packing import targets, trained_lengths
-from jetrl.types import Batch
+from jetrl.types import Batch, TokenFilter
 
 logger = logging.getLogger(__name__)
 
@@ -197,12 +197,20 @@ class MicroBatchSize:
             self.tokens = state["tokens"]
 
 
+def trained_filter(rollout: RolloutSettings) -> TokenFilter:
+    """Return the filter of the distribution that a run's log-probs refer to."""
+    if not (rollout.truncated_logprobs and rollout.excludes_tokens):
+        return TokenFilter()
+    return TokenFilter(rollout.top_p, rollout.top_k, rollout.min_p)
+
+
 def batch_logprobs(
     policy: Policy,
     batch: Batch,
     temperature: float = 1.0,
     activation_checkpointing: bool = False,
     seen: Callable[[Tensor], None] | None = None,
+    token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
@@ -219,6 +227,7 @@ def batch_logprobs(
         activation_checkpointing=activation_checkpointing,
         stems=Stems.of(batch),
         seen=seen,
+        token_filter=token_filter,
     )
 
 

@@ -118,8 +118,9 @@ def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     probability, whose -log is at most H_t.
 
     A sequence may end depending on its own tokens, but selecting samples by later tokens breaks the
-    test. `Trainer` therefore skips it with top_p, top_k, samples selected by reward, and partial
-    rollouts. Returns {} if a sum is not finite or no token was random.
+    test. `Trainer` therefore skips it with samples selected by reward, and partial rollouts; and
+    with filters if log-probs are of all tokens. Returns {} if a sum is not finite or no token was
+    random.
     """
     excess, variance = sums.get(EXCESS, 0.0), sums.get(VARIANCE, 0.0)
     if not (math.isfinite(excess) and 0 < variance < math.inf):

@@ -32,7 +32,7 @@ from jetrl.training.micro_batches import (
     sizes_of,
 )
 from jetrl.training.objectives import Objective
-from jetrl.types import Batch, Sample
+from jetrl.types import Batch, Sample, TokenFilter
 
 Prepared = tuple[list[Minibatch], dict[str, float]]
 
@@ -52,6 +52,7 @@ class Preparation:
     values: Callable[[Batch], Tensor] | None
     size: MicroBatchSize
     temperature: float
+    token_filter: TokenFilter
 
     def __call__(self, samples: Sequence[Sample], num_updates: int) -> Prepared:
         """Return the minibatch of each update, and metrics of rewards and critic."""
@@ -126,7 +127,8 @@ class Preparation:
 
     @torch.no_grad()
     def _logprobs(self, policy: Policy, batch: Batch) -> Tensor:
-        return batch_logprobs(policy, batch, self.temperature)[0]
+        # A reference has its own set of tokens, with the drawn one: equal weights have a KL of 0.
+        return batch_logprobs(policy, batch, self.temperature, token_filter=self.token_filter)[0]
 
     def _rewards(
         self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]

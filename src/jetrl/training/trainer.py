@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.allowed_tokens import allows_all
 from jetrl.models.experts import observed_routes
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
@@ -42,6 +41,7 @@ from jetrl.training.micro_batches import (
     at_targets,
     batch_logprobs,
     sampler_forward,
+    trained_filter,
 )
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import Optimizer
@@ -111,6 +111,7 @@ class Trainer:
             values=values,
             size=self.micro_batch_size,
             temperature=self._temperature,
+            token_filter=trained_filter(settings.rollout),
         )
         self._update = Update(
             policy,
@@ -206,6 +207,7 @@ class Trainer:
                 self._temperature,
                 activation_checkpointing=self.settings.train.activation_checkpointing,
                 seen=next(filter(None, (extra.observer(batch) for extra in self.extras)), None),
+                token_filter=trained_filter(self.settings.rollout),
             )
         # Behavior policy: the sampler's log-probs, or those of this policy before the first update.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
@@ -261,9 +263,11 @@ class Trainer:
 
 
 def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
-    """Return True if tokens are sampled from the full distribution and all are trained on."""
+    """Return True if log-probs are of the sampled distribution and all tokens are trained on."""
     rollout = settings.rollout
-    whole = rollout.temperature > 0 and allows_all(rollout.top_p, rollout.top_k)
+    # Log-probs of all tokens are not those of the distribution that filters leave.
+    whole = rollout.truncated_logprobs or not rollout.excludes_tokens
+    whole = whole and rollout.temperature > 0
     chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
     return whole and not chosen
 

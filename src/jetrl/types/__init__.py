@@ -125,18 +125,35 @@ class PromptInputs(Sequence[int]):
 # NumPy and torch values become Python values: comparing a token id with a tensor would not work.
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("n", "max_tokens", "top_k", "seed"), ("an integer", operator.index)),
-    **dict.fromkeys(("temperature", "top_p"), ("a number", lambda value: float(+value))),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), ("a number", lambda value: float(+value))),
     "stop_token_ids": ("a list of token ids", lambda ids: tuple(map(operator.index, ids))),
     "stop": ("a list of texts", lambda stop: (stop,) if isinstance(stop, str) else tuple(stop)),
 }
 
 
 @dataclass(frozen=True)
+class TokenFilter:
+    """The tokens that sampling keeps: by top_k, of those by top_p, of those by min_p.
+
+    `kernels.allowed_tokens` has the exact rule. The defaults keep all tokens.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether the filter is off, so that any token can be sampled."""
+        return self == _KEEPS_ALL
+
+
+_KEEPS_ALL = TokenFilter()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """The settings of sampling.
-
-    Log-probs are those of the full distribution at `temperature`, as in the trainer, so with top_p
-    below 1 or a top_k the policy gradient is slightly biased.
 
     Attributes:
         n: Completions for each prompt.
@@ -149,6 +166,9 @@ class SamplingParams:
         stop: Strings that end a completion; the text is cut before the string, the tokens stay.
         seed: With the prompt's tokens and the sample's number it fixes every draw, in any batch.
         ignore_eos: Whether the model's own end-of-sequence ids end no completion.
+        min_p: Keep tokens of at least this fraction of the largest probability; 0.0: all.
+        truncated_logprobs: Whether log-probs are of the distribution that top_k, top_p and min_p
+            leave, renormalized; otherwise of all tokens.
 
     Raises:
         ValueError: A value is outside its range.
@@ -163,6 +183,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0
+    truncated_logprobs: bool = True
 
     def __post_init__(self) -> None:
         for name, (words, convert) in _CONVERTED.items():
@@ -177,6 +199,7 @@ class SamplingParams:
             "temperature": ("0 or from 1e-20 to 1e20", 1e-20 <= (self.temperature or 1) <= 1e20),
             "top_p": ("in (0, 1]", 0 < self.top_p <= 1),
             "top_k": ("in [0, 2**63), 0 for off", 0 <= self.top_k < 2**63),
+            "min_p": ("in [0, 1)", 0 <= self.min_p < 1),
             "stop": ("texts, none empty", all(isinstance(s, str) and s for s in self.stop)),
             "seed": ("in [0, 2**63)", 0 <= self.seed < 2**63),
         }
@@ -184,6 +207,15 @@ class SamplingParams:
             if not holds:
                 what = f"{name} must be {words}, not {getattr(self, name)}"
                 raise ValueError(f"SamplingParams: {what}")
+
+    @property
+    def token_filter(self) -> TokenFilter:
+        return TokenFilter(self.top_p, self.top_k, self.min_p)
+
+    @property
+    def logprobs_filter(self) -> TokenFilter:
+        """The filter of the distribution that log-probs refer to; greedy draws have none."""
+        return self.token_filter if self.truncated_logprobs and self.temperature else _KEEPS_ALL
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ Blocks of a row are programs of their own, so sampling a few rows also fills the
     draw     one program per row: lse, the block in which the cumulative weight exceeds the target,
              and the token in it
 
-With top_k or top_p, `sums` also writes the rounded masses, weights in units of 2**40. A program per
-row finds the smallest weight to keep and how many of those equal to it, and `kept` sums the blocks
-again. Sums are integers, so block sizes change no bits. A row whose largest logit is NaN or
-infinite has a NaN lse and an arbitrary token. Temperatures are finite and not negative.
+Filters write -inf over excluded logits first: `rounded` writes masses on the grid of weights, and a
+program per row finds the smallest weight to keep and how many of those equal to it, `bounds`, and
+another applies them, `exclude`. Sums are integers, so block sizes change no bits. A row whose
+largest logit is NaN or infinite has a NaN lse and an arbitrary token. Temperatures are finite and
+not negative.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,6 +33,9 @@ _FEW_ROWS = 16
 _BLOCKS = {True: (1024, 4), False: (4096, 8)}  # block and warps for few rows, and for many
 _BOUND_BLOCK = 8192
 _BOUND_WARPS = 32
+_EXCLUDE_BLOCK = 8192
+_EXCLUDE_WARPS = 16
+_ROUNDED_AT_ONCE = 2**24  # masses on the grid of weights that are held while filtering
 
 _MASS_UNIT = tl.constexpr(2.0**-30)
 _STEP_30 = tl.constexpr(1.5 * 2.0**-7)  # its last bit is 2**-30
@@ -86,17 +90,15 @@ def _sums_kernel(
     masses_ptr,
     sums_ptr,
     best_ptr,
-    rounded_ptr,
     num_columns,
     num_blocks,
-    FILTERED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum a block: masses on the grid of log-probs, and weights, both int64 [R, num_blocks].
 
     For a greedy row it also writes the column of the first maximum, or num_columns, to best_ptr,
-    int32 [R, num_blocks]; if FILTERED, the masses on the grid of weights, float32 [R, num_columns].
+    int32 [R, num_blocks].
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -123,32 +125,50 @@ def _sums_kernel(
         best = tl.where(shifted == 0.0, columns, num_columns)
         best = tl.min(best, 1)
         tl.store(best_ptr + place, tl.min(best, 0))
-    if FILTERED:
-        fine = (rest + _STEP_40) - _STEP_40
-        rounded = (mass - rest) + fine
-        tl.store(rounded_ptr + start + columns, rounded, mask=inside)
 
 
 @triton.jit
-def _block_weights(
-    logits_ptr, rounded_ptr, row, columns, num_columns, temperature, row_max, FILTERED: tl.constexpr
-):
-    """Return int64 weights at columns, 0 outside the row, and, if FILTERED, their keys."""
+def _block_weights(logits_ptr, row, columns, num_columns, temperature, row_max):
+    """Return int64 weights at columns, 0 outside the row."""
     inside = columns < num_columns
     places = row.to(tl.int64) * num_columns + columns
-    if FILTERED:
-        rounded = tl.load(rounded_ptr + places, mask=inside, other=0.0)
-        weights = rounded * _WEIGHT_ONE
-        return weights.to(tl.int64), _key(rounded)
-    else:
-        logits = tl.load(logits_ptr + places, mask=inside, other=float("-inf"))
-        z = divide(logits, temperature)
-        mass = exp_nonpositive(z - row_max)
-        high = added_bits(mass, 1.0)
-        rest = mass - ((mass + 1.0) - 1.0)
-        weights = high.to(tl.int64) * _COARSE_40
-        weights += added_bits(rest, _STEP_40)
-        return weights, high
+    logits = tl.load(logits_ptr + places, mask=inside, other=float("-inf"))
+    z = divide(logits, temperature)
+    mass = exp_nonpositive(z - row_max)
+    high = added_bits(mass, 1.0)
+    rest = mass - ((mass + 1.0) - 1.0)
+    weights = high.to(tl.int64) * _COARSE_40
+    weights += added_bits(rest, _STEP_40)
+    return weights
+
+
+@triton.jit
+def _rounded_kernel(
+    logits_ptr,
+    temperature_ptr,
+    maxima_ptr,
+    rounded_ptr,
+    num_columns,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write exp(z - max) of a block on the grid of weights, float32 [R, num_columns]."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    start = block * BLOCK
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    places = row.to(tl.int64) * num_columns + columns
+    temperature, _ = temperature_of(temperature_ptr, row)
+    logits = tl.load(logits_ptr + places, mask=inside, other=float("-inf"))
+    row_max = _row_max(maxima_ptr, row, num_blocks, temperature, BLOCKS)
+    z = divide(logits, temperature)
+    mass = exp_nonpositive(z - row_max)
+    rest = mass - ((mass + 1.0) - 1.0)
+    fine = (rest + _STEP_40) - _STEP_40
+    rounded = (mass - rest) + fine
+    tl.store(rounded_ptr + places, rounded, mask=inside)
 
 
 @triton.jit
@@ -257,11 +277,41 @@ def _ties_kept(weight, above, limit, needed):
 
 
 @triton.jit
+def _bounds(rounded_ptr, columns, num_columns, top_p, top_k, BLOCK: tl.constexpr):
+    """Return the smallest key that top_k and top_p keep, int32, and how many tokens with it."""
+    bound = tl.zeros([], tl.int32)
+    limit = tl.zeros([], tl.int64) + num_columns
+    needed = tl.full([], float("inf"), tl.float64)
+    if (top_k > 0) & (top_k < num_columns):
+        # The key of the top_k-th token, and how many of its ties are among them.
+        bound, count = _largest_bound(
+            rounded_ptr, columns, num_columns, top_k.to(tl.float64), False, BLOCK
+        )
+        limit = top_k - count
+    next_key = bound + 1
+    above, _, _ = _reach(
+        rounded_ptr, columns, num_columns, next_key, next_key, next_key, True, BLOCK
+    )
+    if top_p < 1.0:
+        # A fraction of the weight that top_k left. If the weights above the bound of top_k reach
+        # it, the bound rises, and top_k excludes none of the ties with it.
+        total = above + limit * _weight_of(bound)
+        # The first token is always kept: its weight is 2**40, and nothing is before it.
+        needed = tl.maximum(top_p * total.to(tl.float64), 0.5)
+        by_mass, heavier = _largest_bound(rounded_ptr, columns, num_columns, needed, True, BLOCK)
+        if by_mass > bound:
+            bound = by_mass
+            above = heavier
+            limit = tl.zeros([], tl.int64) + num_columns
+    return bound, _ties_kept(_weight_of(bound), above, limit, needed)
+
+
+@triton.jit
 def _bounds_kernel(
     temperature_ptr,
     top_p_ptr,
     top_k_ptr,
-    sums_ptr,
+    maxima_ptr,
     rounded_ptr,
     bound_ptr,
     ties_ptr,
@@ -270,69 +320,54 @@ def _bounds_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the smallest kept key, int32 [R], and the number of kept tokens with it, int64 [R]."""
+    """Write the results of `_bounds`, int32 [R] each; -1 tokens for a row that is not filtered."""
     row = tl.program_id(0)
-    columns = lane_columns(BLOCK)
-    row_ptr = rounded_ptr + row.to(tl.int64) * num_columns
-    top_p = tl.load(top_p_ptr + row).to(tl.float64)
-    top_k = tl.load(top_k_ptr + row)
-    bound = tl.zeros([], tl.int32)
-    above = tl.zeros([], tl.int64)
-    limit = tl.zeros([], tl.int64) + num_columns
-    needed = tl.full([], float("inf"), tl.float64)
-    sampled = tl.load(temperature_ptr + row) != 0.0
-    by_count = (top_k > 0) & (top_k < num_columns)
-    if sampled & by_count:
-        # The key of the top_k-th token, and how many of its ties are among them.
-        bound, count = _largest_bound(
-            row_ptr, columns, num_columns, top_k.to(tl.float64), False, BLOCK
-        )
-        limit = top_k - count
-        next_key = bound + 1
-        above, _, _ = _reach(
-            row_ptr, columns, num_columns, next_key, next_key, next_key, True, BLOCK
-        )
-    if sampled & (top_p < 1.0):
-        # A fraction of the weight that top_k left. If the weights above the bound of top_k reach
-        # it, the bound rises, and top_k excludes none of the ties with it.
-        blocks = tl.arange(0, BLOCKS)
-        places = row * num_blocks + blocks
-        sums = tl.load(sums_ptr + places, mask=blocks < num_blocks, other=0)
-        of_top_k = above + limit * _weight_of(bound)
-        total = tl.where(by_count, of_top_k, tl.sum(sums, 0))
-        # The first token is always kept: its weight is 2**40, and nothing is before it.
-        needed = tl.maximum(top_p * total.to(tl.float64), 0.5)
-        by_mass, heavier = _largest_bound(row_ptr, columns, num_columns, needed, True, BLOCK)
-        if by_mass > bound:
-            bound = by_mass
-            above = heavier
-            limit = tl.zeros([], tl.int64) + num_columns
-    ties = _ties_kept(_weight_of(bound), above, limit, needed)
-    tl.store(bound_ptr + row, bound)
-    tl.store(ties_ptr + row, ties)
+    temperature, greedy = temperature_of(temperature_ptr, row)
+    row_max = _row_max(maxima_ptr, row, num_blocks, temperature, BLOCKS)
+    tl.store(ties_ptr + row, -1)
+    if (greedy == 0) & (tl.abs(row_max) < float("inf")):
+        top_p = tl.load(top_p_ptr + row).to(tl.float64)
+        top_k = tl.load(top_k_ptr + row)
+        row_ptr = rounded_ptr + row.to(tl.int64) * num_columns
+        bound, ties = _bounds(row_ptr, lane_columns(BLOCK), num_columns, top_p, top_k, BLOCK)
+        tl.store(bound_ptr + row, bound)
+        tl.store(ties_ptr + row, ties.to(tl.int32))
 
 
 @triton.jit
-def _kept_kernel(
-    rounded_ptr, bound_ptr, sums_ptr, ties_ptr, num_columns, num_blocks, BLOCK: tl.constexpr
+def _exclude_kernel(
+    logits_ptr,
+    min_p_ptr,
+    chosen_ptr,
+    rounded_ptr,
+    bound_ptr,
+    ties_ptr,
+    num_columns,
+    BLOCK: tl.constexpr,
 ):
-    """Write the sum of weights above the bound and the number of ties, int64 [R, num_blocks]."""
+    """Write -inf over the logits that the filters of a row exclude, except the chosen one."""
     row = tl.program_id(0)
-    block = tl.program_id(1)
-    start = block * BLOCK
-    columns = start + tl.arange(0, BLOCK)
-    inside = columns < num_columns
-    place = rounded_ptr + row.to(tl.int64) * num_columns + columns
-    rounded = tl.load(place, mask=inside, other=0.0)
-    key = _key(rounded)
-    bound = tl.load(bound_ptr + row)
-    weights = (rounded * _WEIGHT_ONE).to(tl.int64)
-    weights = tl.where(key > bound, weights, 0)
-    ties = (key == bound) & inside
-    ties = ties.to(tl.int64)
-    to = row * num_blocks + block
-    tl.store(sums_ptr + to, tl.sum(weights, 0))
-    tl.store(ties_ptr + to, tl.sum(ties, 0))
+    start = row.to(tl.int64) * num_columns
+    ties_kept = tl.load(ties_ptr + row)
+    if ties_kept >= 0:
+        bound = tl.load(bound_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        chosen = tl.load(chosen_ptr + row)
+        # Of the ties with the bound, the first in token order.
+        ties_before = tl.zeros([], tl.int32)
+        for first in range(0, num_columns, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            inside = columns < num_columns
+            rounded = tl.load(rounded_ptr + start + columns, mask=inside, other=0.0)
+            key = _key(rounded)
+            tie = (key == bound) & inside
+            number = ties_before + tl.cumsum(tie.to(tl.int32), 0)
+            kept = (key > bound) | (tie & (number <= ties_kept))
+            # The largest mass is 1, and min_p a fraction of it.
+            kept = (kept & (rounded >= min_p)) | (columns == chosen)
+            excluded = tl.full([BLOCK], float("-inf"), tl.float32)
+            tl.store(logits_ptr + start + columns, excluded, mask=inside & (kept == 0))
+            ties_before += tl.sum(tie.to(tl.int32), 0)
 
 
 @triton.jit
@@ -344,15 +379,10 @@ def _draw_kernel(
     masses_ptr,
     sums_ptr,
     best_ptr,
-    rounded_ptr,
-    bound_ptr,
-    kept_ptr,
-    ties_ptr,
     tokens_ptr,
     out_ptr,
     num_columns,
     num_blocks,
-    FILTERED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -375,15 +405,6 @@ def _draw_kernel(
         best = tl.load(best_ptr + places, mask=inside, other=num_columns)
         token = tl.min(best, 0)
     else:
-        if FILTERED:
-            # Of the ties with the bound, the first `kept` in token order.
-            bound = tl.load(bound_ptr + row)
-            kept = tl.load(kept_ptr + row)
-            ties = tl.load(ties_ptr + places, mask=inside, other=0)
-            ties_before = tl.cumsum(ties, 0) - ties
-            taken = tl.maximum(kept - ties_before, 0)
-            taken = tl.minimum(taken, ties)
-            sums += taken * _weight_of(bound)
         total = tl.sum(sums, 0)
         share = bits.to(tl.float64) * (2.0**-53)
         product = share * total.to(tl.float64)
@@ -398,17 +419,7 @@ def _draw_kernel(
 
         start = block * BLOCK
         columns = start + tl.arange(0, BLOCK)
-        weights, key = _block_weights(
-            logits_ptr, rounded_ptr, row, columns, num_columns, temperature, row_max, FILTERED
-        )
-        if FILTERED:
-            tie = (key == bound) & (columns < num_columns)
-            number = tl.where(blocks == block, ties_before, 0)
-            number = tl.sum(number, 0)
-            number += tl.cumsum(tie.to(tl.int64), 0)
-            tie = tie & (number <= kept)
-            allowed = tie | (key > bound)
-            weights = tl.where(allowed, weights, 0)
+        weights = _block_weights(logits_ptr, row, columns, num_columns, temperature, row_max)
         cumulative = before + tl.cumsum(weights, 0)
         skipped = (cumulative <= target) & (columns < num_columns)
         skipped = skipped.to(tl.int32)
@@ -423,12 +434,73 @@ def _draw_kernel(
     tl.store(out_ptr + tl.num_programs(0) + row, lse)
 
 
-def sample(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def exclude_tokens(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, chosen: Tensor
+) -> Tensor:
+    """`kernels.allowed_tokens.exclude_tokens` in place, bitwise equal to its reference."""
+    rows, vocabulary = logits.shape
+    for x, dtype in ((temperature, float32), (top_p, float32), (top_k, int64), (min_p, float32)):
+        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
+    assert (chosen.dtype, chosen.shape, chosen.is_contiguous()) == (int64, (rows,), True)
+    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    at_once = max(1, _ROUNDED_AT_ONCE // vocabulary)
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        of_rows = logits[part]
+        block, warps = _BLOCKS[len(of_rows) <= _FEW_ROWS]
+        blocks = triton.cdiv(vocabulary, block)
+        padded = triton.next_power_of_2(blocks)
+        maxima = torch.empty(len(of_rows), blocks, dtype=float32, device=logits.device)
+        rounded = torch.empty_like(of_rows)
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        grid = (len(of_rows), blocks)
+        _maxima_kernel[grid](of_rows, maxima, vocabulary, blocks, block, **options)
+        _rounded_kernel[grid](
+            of_rows,
+            temperature[part],
+            maxima,
+            rounded,
+            vocabulary,
+            blocks,
+            padded,
+            block,
+            **options,
+        )
+        bound, ties = torch.empty(2, len(of_rows), dtype=torch.int32, device=logits.device)
+        _bounds_kernel[(len(of_rows),)](
+            temperature[part],
+            top_p[part],
+            top_k[part],
+            maxima,
+            rounded,
+            bound,
+            ties,
+            vocabulary,
+            blocks,
+            padded,
+            _BOUND_BLOCK,
+            num_warps=_BOUND_WARPS,
+            enable_fp_fusion=False,
+        )
+        _exclude_kernel[(len(of_rows),)](
+            of_rows,
+            min_p[part],
+            chosen[part],
+            rounded,
+            bound,
+            ties,
+            vocabulary,
+            _EXCLUDE_BLOCK,
+            num_warps=_EXCLUDE_WARPS,
+            enable_fp_fusion=False,
+        )
+    return logits
+
+
+def sample(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.sampling.sample`, bitwise equal to its reference."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((bits, int64), (temperature, float32), (top_p, float32), (top_k, int64)):
+    for x, dtype in ((bits, int64), (temperature, float32)):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
     assert (logits.dtype, logits.is_contiguous()) == (float32, True)
     device = logits.device
@@ -441,11 +513,8 @@ def sample(
     if not rows:
         return tokens, out[0], out[1]
     maxima = torch.empty(rows, blocks, dtype=float32, device=device)
-    masses, sums, ties = torch.empty(3, rows, blocks, dtype=int64, device=device)
+    masses, sums = torch.empty(2, rows, blocks, dtype=int64, device=device)
     best = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    rounded = torch.empty_like(logits) if filtered else maxima
-    bound = torch.empty(rows, dtype=torch.int32, device=device)
-    kept = torch.empty(rows, dtype=int64, device=device)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     _maxima_kernel[rows, blocks](logits, maxima, vocabulary, blocks, block, **options)
     _sums_kernel[rows, blocks](
@@ -455,31 +524,12 @@ def sample(
         masses,
         sums,
         best,
-        rounded,
         vocabulary,
         blocks,
-        filtered,
         padded,
         block,
         **options,
     )
-    if filtered:
-        _bounds_kernel[(rows,)](
-            temperature,
-            top_p,
-            top_k,
-            sums,
-            rounded,
-            bound,
-            kept,
-            vocabulary,
-            blocks,
-            padded,
-            _BOUND_BLOCK,
-            num_warps=_BOUND_WARPS,
-            enable_fp_fusion=False,
-        )
-        _kept_kernel[rows, blocks](rounded, bound, sums, ties, vocabulary, blocks, block, **options)
     _draw_kernel[(rows,)](
         logits,
         bits,
@@ -488,15 +538,10 @@ def sample(
         masses,
         sums,
         best,
-        rounded,
-        bound,
-        kept,
-        ties,
         tokens,
         out,
         vocabulary,
         blocks,
-        filtered,
         padded,
         block,
         **options,

@@ -21,6 +21,6 @@ from jetrl.kernels.portable.logprob import chosen_logprobs, exact_logits_gradien
 from jetrl.kernels.portable.norm import block_squares, rms_norm, rms_norm_backward
 from jetrl.kernels.portable.rotary import qk_norm_rotary_backward
 from jetrl.kernels.portable.routing import route, route_backward
-from jetrl.kernels.portable.sampling import sample
+from jetrl.kernels.portable.sampling import exclude_tokens, sample
 from jetrl.kernels.portable.swiglu import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.kernels.rotary_triton import qk_norm_rotary_cache

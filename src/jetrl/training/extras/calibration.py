@@ -32,8 +32,9 @@ from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.presets import BF16_PRESET
 from jetrl.training.extras import Extra
 from jetrl.training.host_math import exact_sum, exp, mean
-from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs
+from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs, trained_filter
 from jetrl.training.packing import targets
+from jetrl.types import TokenFilter
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
@@ -66,9 +67,15 @@ class ClipCalibration(Extra):
     calibrates = True
 
     def __init__(
-        self, policy: Policy, reference: ClipBounds, every: int, temperature: float
+        self,
+        policy: Policy,
+        reference: ClipBounds,
+        every: int,
+        temperature: float,
+        token_filter: TokenFilter,
     ) -> None:
         self._policy, self._temperature = policy, temperature
+        self._token_filter = token_filter
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
@@ -83,7 +90,14 @@ class ClipCalibration(Extra):
         if not every:
             return None
         bounds = ClipBounds(1 - objective.clips[0], 1 + objective.clips[1])
-        return cls(policy, bounds, every, temperature=settings.rollout.temperature or 1.0)
+        rollout = settings.rollout
+        return cls(
+            policy,
+            bounds,
+            every,
+            temperature=rollout.temperature or 1.0,
+            token_filter=trained_filter(rollout),
+        )
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Run the BF16 forward of the step's last minibatch, if a calibration is due.
@@ -147,7 +161,11 @@ class ClipCalibration(Extra):
 
     @torch.no_grad()
     def _logprobs(self, bf16: Policy, micro: MicroBatch) -> np.ndarray:
-        return batch_logprobs(bf16, micro.batch, self._temperature)[0].cpu().numpy()
+        return (
+            batch_logprobs(bf16, micro.batch, self._temperature, token_filter=self._token_filter)[0]
+            .cpu()
+            .numpy()
+        )
 
     def state(self) -> Any:
         return {"steps": self._steps, "low": self.bounds.low, "high": self.bounds.high}
