@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.machinery
-import itertools
 import json
 import os
 import re
@@ -42,10 +41,11 @@ sys.path.append(str(Path(__file__).parents[2]))  # benchmarks, of a process of i
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 META = torch.device("meta")
-# Shape, plan and rank of adapters, 0 without.
-MODELS = (("qwen3-8b", "unified", 0), ("qwen2.5-7b", "mixed", 0))
-MODELS += (("qwen3-8b", "unified", 32), ("qwen3-8b", "bf16", 8), ("qwen3-30b-a3b", "int8", 0))
+# Shape, plan and rank of adapters, 0 without; the usual ones first.
+MODELS = (("qwen3-8b", "unified", 0), ("qwen3-8b", "unified", 32), ("qwen3-30b-a3b", "int8", 0))
+OTHER_MODELS = (("qwen2.5-7b", "mixed", 0), ("qwen3-8b", "bf16", 8))
 STORED = (("int8", 64), ("int8+fp8", 128))
+NVFP4 = ((24576, 4096), (4096, 12288), (384, 896))  # shapes of weights
 DECODES = ((8, 1024), (64, 8192), (512, 1024))  # rows, longest context
 VERIFIED = ((8, 8, 64), (512, 2, 640))  # sequences, tokens each, rows
 
@@ -319,13 +319,16 @@ def other_options() -> None:
         update("qwen3-0.6b", plan)
 
 
-def short_groups() -> None:
+def short_groups(shape: str, rank: int) -> None:
     """Compile what launches otherwise if a width is no multiple of 128."""
+    prefill(shape, "unified", rank)
+    update(shape, "unified", rank)
+
+
+def halves() -> None:
     from jetrl.precision import PrecisionPlan
 
-    for shape, rank in (("smollm2-135m", 0), ("halves", 8)):
-        prefill(shape, "unified", rank)
-        update(shape, "unified", rank)
+    short_groups("halves", 8)
     update("halves", PrecisionPlan.preset("int8").replace(grad_output="e4m3"))
 
 
@@ -454,12 +457,11 @@ def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
     return OrderedNVFP4(codes, scales, of_rows if by_row else 0.5, torch.Size((n, k)))
 
 
-def nvfp4() -> None:
+def nvfp4(n: int, k: int) -> None:
     """Compile the products with NVFP4 weights, at the rows of decode and of training."""
     from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 
-    shapes = ((24576, 4096), (4096, 12288), (384, 896))
-    for (n, k), by_row in itertools.product(shapes, (False, True)):
+    for by_row in (False, True):
         weight = nvfp4_weight_of(n, k, by_row)
         for rows in (1, 64, 128, 4096):
             x = empty(rows, k)
@@ -567,20 +569,30 @@ def chains() -> None:
         chain_kernel[(2,)](a, b, c, c, 128, 128, wgmma, num_warps=4, enable_fp_fusion=False)
 
 
-PIECES: dict[str, Callable[[], object]] = {
-    f"{work.__name__} {model}": functools.partial(work, *model)
-    for model in MODELS
-    for work in (decode, prefill, update)
+def pieces_of(*models: tuple[str, str, int]) -> dict[str, Callable[[], object]]:
+    return {
+        f"{work.__name__} {model}": functools.partial(work, *model)
+        for model in models
+        for work in (decode, prefill, update)
+    }
+
+
+USUAL: dict[str, Callable[[], object]] = {
+    **pieces_of(*MODELS),
+    **{f"keys and values {kind}": functools.partial(stored_formats, *kind) for kind in STORED},
+    f"nvfp4 {NVFP4[0]}": functools.partial(nvfp4, *NVFP4[0]),
+    "short_groups smollm2-135m": functools.partial(short_groups, "smollm2-135m", 0),
 }
-PIECES |= {f"keys and values {kind}": functools.partial(stored_formats, *kind) for kind in STORED}
-PIECES |= {
+USUAL |= {
     work.__name__: work
     for work in (
-        long_attention, nvfp4, other_options, speculation, small_operations, chains, lanes_of_rows,
-        adapters, adapters_on_nvfp4, nvfp4_shared_memory, integers, short_groups,
-        portable_probs,
+        long_attention, speculation, small_operations, chains, lanes_of_rows,
+        adapters_on_nvfp4, nvfp4_shared_memory, integers, portable_probs,
     )
 }  # fmt: skip
+PIECES = USUAL | pieces_of(*OTHER_MODELS)
+PIECES |= {f"nvfp4 {size}": functools.partial(nvfp4, *size) for size in NVFP4[1:]}
+PIECES |= {work.__name__: work for work in (adapters, halves, other_options)}
 
 
 def compile_piece(name: str) -> dict[str, Any]:

@@ -57,7 +57,26 @@ def _with_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+_patched: set[str] = set()  # modules whose language is patched, by the present launch
+
+
+def _patch_of_launch(function: Any) -> Any:
+    _patched.clear()
+    return _patch_language(function)
+
+
+def _call(function: Any, *values: Any, **named: Any) -> Any:
+    """Call a device function; Triton would patch its language again for each call: milliseconds."""
+    if function.fn.__module__ not in _patched:
+        _patch_language(function.fn)
+        _patched.add(function.fn.__module__)
+    return function.rewrite()(*values, **named)
+
+
 _patch = interpreter._patch_lang_tensor
+_patch_language = interpreter._patch_lang
+interpreter._patch_lang = _patch_of_launch
+interpreter.InterpretedFunction.__call__ = _call
 interpreter.InterpreterBuilder.create_fma = _fma
 _other_dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot

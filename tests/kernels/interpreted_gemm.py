@@ -24,8 +24,8 @@ from jetrl.precision.triton import int8_planes, portable_int8
 from jetrl.precision.triton.portable_int8 import Tile
 
 PRODUCTS = ((1, 40, 64), (17, 70, 192), (65, 33, 320), (257, 140, 192))
-HEADS = ((1, 64, 5), (37, 192, 1333), (65, 128, 512), (130, 64, 700))  # rows, hidden, vocabulary
-SLABS = {2**25: HEADS, 2**15: (HEADS[1], HEADS[3])}  # one slab of each; several of two
+HEADS = ((1, 64, 5), (37, 192, 600), (65, 128, 512), (130, 64, 700))  # rows, hidden, vocabulary
+SLABS = {2**25: HEADS, 2**15: (HEADS[1],)}  # one slab of each; several of two
 
 _cast = interpreter.InterpreterBuilder.cast_impl
 
