@@ -110,6 +110,7 @@ def test_commands_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         "runs": ["list"],
         "init": ["out"],
         "init-recipe": ["m"],
+        "serve": ["m"],
     }
     for command in COMMANDS.keys() - {"train", "sft", "eval", "bench"}:
         with pytest.raises(SystemExit):

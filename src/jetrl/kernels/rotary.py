@@ -46,7 +46,9 @@ def rotary(x: Tensor, positions: Tensor, table: Tensor, exponents: Tensor | None
     """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     half = table.shape[-1]
-    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    # Not tensor_split: its backward adds zeros, which turns -0 to 0.
+    sizes = (half, half, x.shape[-1] - 2 * half)
+    first, second, rest = x.float().split(sizes, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
     return (turned if exponents is None else smooth(turned, exponents)).to(x.dtype)
 
