@@ -1,8 +1,4 @@
-"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS with a fixed reduction order.
-
-For few columns, such as the experts of a router, cuBLAS has kernels of other kinds, which it picks
-by the number of rows. A product of our own has the same order for any number of rows.
-"""
+"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS with a fixed reduction order."""
 
 from __future__ import annotations
 
@@ -15,16 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.precision.triton import float_tiles
 from jetrl.precision.triton.layout import padded_rows, placed
-
-_FEW_COLUMNS = 512
 
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`precision.gemm.bf16_matmul` with batch-invariant bits: no split K, at least 64 rows."""
-    if b.shape[0] <= _FEW_COLUMNS:
-        return float_tiles.bf16_matmul(a, b, out_dtype)
     # For few rows cuBLAS would pick other kernels with different bits, so pad to 64 rows.
     rows, columns = a.shape
     padded = placed(a, (padded_rows(rows), columns), (columns, 1))
