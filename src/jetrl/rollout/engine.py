@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -95,7 +96,7 @@ class Generation:
         allocator = scheduler.allocator
         # With drafts, the sequence of a row is not known in advance.
         alike = attrgetter("temperature", "token_filter", "truncated_logprobs")
-        first = [*scheduler.running, *scheduler.waiting, *group][0].params
+        first = next(chain(scheduler.running, scheduler.waiting, group)).params
         for sequence in group:
             problem = too_small(
                 pages=allocator.num_pages,
