@@ -83,8 +83,18 @@ def by_cublas(a: QTensor, b: QTensor) -> Tensor:
     return fp8_matmul_hopper(a, b, torch.bfloat16, "cublas")
 
 
-@pytest.mark.parametrize("dense", [by_cublas, float_tiles.fp8_matmul])
-@pytest.mark.parametrize("name", [*FP8_CASES, *LARGE])
+# cuBLAS takes no product of one block of 128 with few rows or columns, and splits the longest sums
+# of small matrices.
+BY_CUBLAS = [name for name in LARGE if name != "many rows"]
+
+
+@pytest.mark.parametrize(
+    "name, dense",
+    [
+        *((name, float_tiles.fp8_matmul) for name in (*FP8_CASES, *LARGE)),
+        *((name, by_cublas) for name in BY_CUBLAS),
+    ],
+)
 def test_fp8_products_have_the_bits_of_dense_layers(
     name: str, dense: Callable[[QTensor, QTensor], Tensor]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +20,16 @@ from jetrl.kernels.allowed_tokens import RowFilters
 from jetrl.kernels.logprob import chosen_logprobs_ref
 from jetrl.kernels.portable import logprob
 from jetrl.kernels.sampling import sample
+from jetrl.precision.backend import selected_backend
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def of_defined_plans() -> Iterator[None]:
+    """Other plans sample by kernels whose log-probs differ from a CPU's."""
+    with selected_backend(defined=True):
+        yield
 
 
 @pytest.mark.parametrize("std", [0.01, 3.0, 40.0])

@@ -300,7 +300,7 @@ def compare_fp8_wgrad(
 def _whole(q: QTensor) -> QTensor:
     """Return codes [C, r] padded with zeros to whole groups along r."""
     codes = pad(q.codes.view(torch.uint8), (0, -q.shape[1] % FP8_BLOCK)).view(q.codes.dtype)
-    return QTensor(codes, q.scales, q.block)
+    return QTensor(codes.contiguous(), q.scales, q.block)
 
 
 def _different_groups(
