@@ -33,17 +33,17 @@ gradients="int8 grad_output=int8"
 case ${1:-} in
 # Kernels next to their references and to dense layers, and graphs; 60 s.
 tests)
-    tests experts_kernels tests/gpu/test_grouped_int8.py ;;
+    tests experts_kernels tests/gpu/test_grouped_int8.py tests/gpu/test_grouped_bf16.py ;;
 # Small models: sampler and trainer agree, `integer` has the bits of a CPU; 60 s.
 models)
     tests experts_models tests/gpu/test_experts.py ;;
-# Products and layers of the default plan and of `integer`: training at 16,384 tokens (1,024 rows per
-# expert), prefill at 2,048, decode at 256 and 8 sequences; 150 s.
+# Products and layers of the default plan, of `integer` and of `bf16`: training at 16,384 tokens (1,024
+# rows per expert), prefill at 2,048, decode at 256 and 8 sequences; 200 s.
 products)
-    bench experts experts --plan int8 --plan "$gradients" --plan integer ;;
+    bench experts experts --plan int8 --plan "$gradients" --plan integer --plan bf16 ;;
 # Other tiles of FProp and DGrad, at the rows of training and of decode; 120 s.
 tiles)
-    bench experts_tiles experts --plan int8 --tiles --tokens 16384 256 8 ;;
+    bench experts_tiles experts --plan int8 --plan bf16 --tiles --tokens 16384 256 8 ;;
 # The shape of OLMoE-1B-7B; 60 s.
 olmoe)
     bench experts_olmoe experts --shape olmoe-1b-7b --plan int8 --tokens 16384 256 8 ;;
@@ -70,7 +70,7 @@ step)
 try)
     shape=tiny-experts
     bench experts_try experts --shape tiny --device cpu --plan int8 --plan "$gradients" \
-        --plan integer --tokens 256 8 3
+        --plan integer --plan bf16 --tokens 256 8 3
     bench experts_bits_try parity --shape "$shape" --device cpu --updates 1 --plan int8 \
         --plan integer --load 3x4x20
     bench experts_step_try step --shape "$shape" --device cpu --plan int8 --prompts 2 --samples 2 \

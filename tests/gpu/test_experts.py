@@ -40,6 +40,13 @@ PLANS = {
 }
 
 
+# Experts in BF16 on both sides, with sums of one order; their dense layers may be cuBLAS's.
+IN_BF16 = {
+    "bf16 pinned": PrecisionPlan.preset("bf16").replace(pinned_sums=True),
+    "int8 first layer in bf16": PLANS["int8"].replace(first_layers_bf16=1),
+}
+
+
 @pytest.fixture(params=["hopper", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(Backend, "check_experts", lambda self: None)
@@ -47,15 +54,27 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def policy(family: str, plan: str = "integer", device: str = "cuda") -> Policy:
-    return make_policy(config("qwen3", **FAMILIES[family]), PLANS[plan], device)
+    return make_policy(config("qwen3", **FAMILIES[family]), (PLANS | IN_BF16)[plan], device)
 
 
 @pytest.mark.parametrize(
-    "family, plan", [*(("qwen3_moe", plan) for plan in PLANS), ("with dense layers", "int8")]
+    "family, plan",
+    [*(("qwen3_moe", plan) for plan in PLANS | IN_BF16), ("with dense layers", "int8")],
 )
 def test_sampled_logprobs_are_the_trainers(family: str, plan: str, backend: str) -> None:
-    with selected_backend(backend, defined=PLANS[plan].defined):
+    with selected_backend(backend, defined=(PLANS | IN_BF16)[plan].defined):
         check_sides(policy(family, plan))
+
+
+def test_mixed_samples_and_trains(backend: str) -> None:
+    with selected_backend(backend):
+        p = make_policy(config("qwen3", **FAMILIES["qwen3_moe"]), "mixed")
+        result = measure(p, prompts=random_prompts(p, 3, 80, seed=2), samples=2, max_tokens=20)
+        assert result.tokens == 3 * 2 * 20
+        torch.cat(p.logprobs([list(range(5, 205))])).sum().backward()
+        found = gradients(p)
+    assert [name for name, grad in found.items() if not grad.isfinite().all()] == []
+    assert [name for name, grad in found.items() if not grad.any()] == []
 
 
 def check_sides(p: Policy) -> None:

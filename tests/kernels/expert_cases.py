@@ -26,7 +26,14 @@ from jetrl.precision.exact import fma
 from jetrl.precision.groups import Groups, TokenGroups
 from jetrl.precision.int8 import int8_matmul, int8_rows, int8_squares_turned, int8_tokens
 from jetrl.precision.quantize import FP8_BLOCK, QTensor, codes_as_float64, quantize
-from jetrl.precision.triton import expert_rows, grouped_fp8, grouped_int8, int8
+from jetrl.precision.triton import (
+    expert_rows,
+    float_tiles,
+    grouped_bf16,
+    grouped_fp8,
+    grouped_int8,
+    int8,
+)
 from jetrl.precision.triton.portable_int8 import Tile
 
 
@@ -316,6 +323,69 @@ def _different_groups(
     wrong = int(((padding != 0) & ~padding.isnan()).sum())
     wrong += different(codes[:, : want.shape[1]].contiguous(), want.codes.contiguous())
     return wrong + different(scales, want.scales)
+
+
+def compare_bf16(case: Case, device: torch.device, memory: str = "small") -> dict[str, int]:
+    """Return how many values differ from dense products with one order, and are beyond rounding."""
+    with filled_memory(), selected_backend("reference"):
+        groups = Groups.of(chosen_by(case, device), case.experts)
+        x = random(case.tokens, case.k, device=device).bfloat16()
+        dy = random(len(groups.tokens), case.n, device=device, seed=1).bfloat16()
+        w = random(case.experts * case.n, case.k, device=device, seed=2).bfloat16()
+        found = compare_bf16_rows(groups, x, dy, w, grouped_bf16.TILES[memory])
+        dy[:, 1], x[:, 2] = 0.0, 2.0**-110
+        dy[0, 3], x[-1, 4], x[-1, 5] = torch.inf, torch.nan, -torch.inf
+        return found | compare_bf16_wgrad(groups, x, dy, grouped_bf16.WGRAD[memory])
+
+
+def compare_bf16_rows(
+    groups: Groups, x: Tensor, dy: Tensor, w: Tensor, tiles: tuple[Tile, ...]
+) -> dict[str, int]:
+    """Compare FProp and DGrad in BF16, for each size of tiles."""
+    matrices, by_place = w.unflatten(0, (groups.num_experts, -1)), x[groups.tokens.long()]
+    y = torch.empty(dy.shape, dtype=torch.float32, device=x.device)
+    dx, beyond = torch.empty_like(by_place), 0
+    for expert, own in groups.rows():
+        matrix = matrices[expert]
+        y[own] = float_tiles.bf16_matmul(by_place[own], matrix, torch.float32)
+        dx[own] = float_tiles.bf16_matmul(dy[own], matrix.mT.contiguous())
+        # A step adds 16 products, and is cut off below 23 bits.
+        steps, (a, b) = -(-x.shape[1] // 16), (each.double() for each in (by_place[own], matrix))
+        limit = steps * 2.0**-22 * (a.abs() @ b.abs().mT)
+        beyond += int((~((y[own] - a @ b.mT).abs() <= limit)).sum())
+    found = {"beyond rounding": beyond}
+    for tile in (None, *tiles):
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, rows in {"by token": x, "by place": by_place}.items():
+                made = grouped_bf16.bf16_grouped_matmul(rows, w, groups, rows is x, dtype, tile)
+                found[f"fprop {name}, {dtype}, {tile}"] = different(made, y.to(dtype))
+        made = grouped_bf16.bf16_grouped_dgrad(dy, w, groups, tile)
+        found[f"dgrad, {tile}"] = different(made, dx)
+    return found
+
+
+def compare_bf16_wgrad(groups: Groups, x: Tensor, dy: Tensor, tile: Tile) -> dict[str, int]:
+    """Compare sums of dW in float32, with zero, tiny and non-finite values."""
+    before = random(groups.num_experts * dy.shape[1], x.shape[1], device=x.device, seed=3)
+    by_place, want = x[groups.tokens.long()], before.clone()
+    for expert, own in groups.rows():
+        padding = (0, 0, 0, -len(dy[own]) % 64)  # zeros change no sum
+        a, b = (pad(values[own], padding).mT.contiguous() for values in (dy, by_place))
+        product = float_tiles.bf16_matmul(a, b, torch.float32)
+        want[expert * dy.shape[1] : (expert + 1) * dy.shape[1]] += product
+    found = {}
+    for name, rows in {"by token": x, "by place": by_place}.items():
+        total = before.clone()
+        grouped_bf16.add_bf16_grouped_wgrad(total, dy, rows, groups, rows is x, tile)
+        found[f"wgrad {name}"] = different(total, want)
+    return found
+
+
+def far_from(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, int]:
+    """Return 1 for each result that is far from another by its norm: more than a few roundings."""
+    limit = {name: 2.0**-6 * want.float().norm() for name, want in wanted.items()}
+    near = {name: (found[name] - want).norm() <= limit[name] for name, want in wanted.items()}
+    return {name: int(not is_near) for name, is_near in near.items()}
 
 
 ROUTES = (

@@ -1,4 +1,4 @@
-"""Compare FP8 kernels of experts with their references, run by Triton's interpreter on a CPU.
+"""Compare FP8 and BF16 kernels of experts with references, run by Triton's interpreter on a CPU.
 
     TRITON_INTERPRET=1 python tests/kernels/interpreted_fp8_experts.py
 
@@ -16,6 +16,9 @@ import expert_cases
 import numpy as np
 import torch
 
+from jetrl.precision import PrecisionPlan, experts
+from jetrl.precision.triton import operations
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
@@ -25,4 +28,12 @@ if __name__ == "__main__":
     for name, case in expert_cases.FP8_CASES.items():
         compared = expert_cases.compare_fp8(case, cpu)
         found |= {f"{name}: {result}": count for result, count in compared.items()}
+        compared = expert_cases.compare_bf16(case, cpu)
+        found |= {f"{name}, bf16: {result}": count for result, count in compared.items()}
+    case, plan = expert_cases.Case(9, 2, 3, 64, 64), PrecisionPlan.preset("mixed")
+    wanted = expert_cases.layer_results(case, cpu, plan)
+    experts.arithmetic_of = lambda _: operations
+    made = expert_cases.layer_results(case, cpu, plan)
+    far = expert_cases.far_from(made, wanted)
+    found |= {f"bf16 layer: {name}": count for name, count in far.items()}
     print(json.dumps(found))

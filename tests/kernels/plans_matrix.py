@@ -58,8 +58,29 @@ def long_update(shape: str, plan: str) -> None:
         compile_kernels.attend(kept, tokens, 64 if shape == "smollm2-135m" else 128)
 
 
+def experts(shape: str, plan: str) -> None:
+    """BF16 products of experts at Qwen3-30B-A3B's shape and an odd one, for all sizes of tiles."""
+    from jetrl.precision.groups import Groups
+    from jetrl.precision.triton.grouped_bf16 import (
+        add_bf16_grouped_wgrad,
+        bf16_grouped_dgrad,
+        bf16_grouped_matmul,
+    )
+
+    ints, count, slots = portable_matrix.ints, 128, 8
+    for tokens, n, k in ((64, 1536, 2048), (4096, 1536, 2048), (4096, 2048, 768), (4096, 96, 208)):
+        groups = Groups(ints(tokens * slots), ints(count), ints(tokens, slots))
+        weight = compile_kernels.empty(count * n, k)
+        for by_token in (True, False):
+            x = compile_kernels.empty(tokens if by_token else tokens * slots, k)
+            dy = bf16_grouped_matmul(x, weight, groups, by_token)
+            total = portable_matrix.floats(count * n, k)
+            add_bf16_grouped_wgrad(total, dy, x, groups, by_token)
+        bf16_grouped_dgrad(dy, weight, groups)
+
+
 PIECES: dict[str, Callable[[str, str], None]] = {
-    work.__name__: work for work in (decode, prefill, update, long_update)
+    work.__name__: work for work in (decode, prefill, update, long_update, experts)
 }
 
 

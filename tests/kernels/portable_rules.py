@@ -47,7 +47,11 @@ PORTABLE = (
     "precision/triton/expert_rows.py",
 )
 # Files whose kernels plans_matrix.py compiles, for any plan.
-PLANS = ("kernels/attention/forward_triton.py", "precision/triton/float_tiles.py")
+PLANS = (
+    "kernels/attention/forward_triton.py",
+    "precision/triton/float_tiles.py",
+    "precision/triton/grouped_bf16.py",
+)
 CARDS = {
     80: Card("A100", 163 * KB, 108),
     86: Card("RTX 3090", 99 * KB, 82),
@@ -104,6 +108,7 @@ SPILLS = {
     "attention_backward._dk_dv_kernel": Spill(288, 128, "mma.sync; none on Hopper"),
     # Of plans_matrix.py.
     "forward_triton.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
+    "grouped_bf16._wgrad_kernel": Spill(192, 0, "the total, next to all sums, on Hopper"),
     "float_tiles._product_kernel": Spill(16, 0, "before the loop over K"),
     "backward._dkdv_kernel": Spill(600, 320, "mma.sync; with head_dim 64 on sm_120"),
     "sampling_triton._exclude_kernel": Spill(24, 9, "32 warps leave few registers, on Hopper"),

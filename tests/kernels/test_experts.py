@@ -14,9 +14,9 @@ def test_kernels_have_the_bits_of_their_references() -> None:
     assert {case: n for case, n in compared.items() if n} == {}
 
 
-def test_fp8_kernels_have_the_bits_of_their_references() -> None:
+def test_fp8_and_bf16_kernels_have_the_bits_of_their_references() -> None:
     compared = interpreted("interpreted_fp8_experts.py")
-    assert len(compared) > 40
+    assert len(compared) > 130
     assert {case: n for case, n in compared.items() if n} == {}
 
 
@@ -44,3 +44,11 @@ def test_tiles_of_fp8_are_of_wgmma_and_have_one_scale_per_block() -> None:
     for tile in (*itertools.chain.from_iterable(grouped.TILES.values()), *grouped.WGRAD.values()):
         assert tile.rows % 64 == 0 == 128 % tile.columns
         assert (tile.depth, tile.rows) == (128, 16 * tile.warps)  # a warpgroup has 64 rows
+
+
+def test_tiles_of_bf16_are_of_wgmma_and_have_the_depth_of_dense_layers() -> None:
+    grouped = pytest.importorskip("jetrl.precision.triton.grouped_bf16")
+    dense = pytest.importorskip("jetrl.precision.triton.float_tiles").MANY_ROWS
+    assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small"}
+    for tile in (*itertools.chain.from_iterable(grouped.TILES.values()), *grouped.WGRAD.values()):
+        assert (tile.depth, tile.rows) == (dense.depth, 16 * tile.warps)

@@ -363,17 +363,19 @@ def check_device(
 
 def _check_expert_formats(config: ModelConfig, plan: PrecisionPlan, backend: Backend) -> None:
     """Raise a UserError if a GPU has no kernels for the formats of experts or their gradients."""
+    trained_in_codes = False
     for number, layer in enumerate(config.layers):
         if not isinstance(layer.block, ExpertsShape):
             continue
-        for format in plan.linear_formats(number, config.num_layers).values():
-            if not format.coded:
+        formats = plan.linear_formats(number, config.num_layers)
+        for format in formats.values():
+            if format.reads_masters:
                 raise UserError(
                     f"layer {number} has experts in {format.words}, for which {backend.gpus} has "
-                    "no kernels: use precision.preset = int8, integer, unified or jet, without "
-                    "layers in BF16, or run.device=cpu"
+                    "no kernels: use another precision.preset, or run.device=cpu"
                 )
-    if plan.widens_wgrad or not plan.gradient.coded:
+        trained_in_codes |= formats["train"].coded
+    if trained_in_codes and (plan.widens_wgrad or not plan.gradient.coded):
         raise UserError(
             f"{backend.gpus} has no kernels for experts with gradients in {plan.gradient.words}, "
             f"wgrad_input {plan.wgrad_input}: use precision.grad_output=e4m3, or run.device=cpu"

@@ -29,7 +29,9 @@ An expert that all tokens share has outputs z, added behind a gate of one logit 
     dl[t]         = float32(exact_sum(dout[t] * z[t])) * (sigmoid(l[t]) * (1 - sigmoid(l[t])))
 
 The references are loops over experts with the dense operations. Kernels have INT8 products
-(`precision.triton.grouped_int8`) and FP8 products (`precision.triton.grouped_fp8`).
+(`precision.triton.grouped_int8`), FP8 products (`precision.triton.grouped_fp8`) and BF16 products
+(`precision.triton.grouped_bf16`), whose rows have the bits of dense layers of `run.backend=triton`
+with pinned sums; cuBLAS may add in another order.
 
 Legend: T tokens, k slots per token, R rows (T * k), E experts, K input and N output features.
 """
@@ -44,7 +46,7 @@ from torch import Tensor
 
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_sum, sigmoid
-from jetrl.precision.formats import GEMMInput, StoredWeight, format_of
+from jetrl.precision.formats import BF16, GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul
 from jetrl.precision.gradients import Gradients, matmul_product
 from jetrl.precision.groups import Groups, TokenGroups
@@ -78,6 +80,11 @@ class GroupedWeight:
     def num_outputs(self) -> int:
         """N, the output features of an expert."""
         return int(self.weight.shape[0]) // self.groups.num_experts
+
+    @property
+    def in_bf16(self) -> bool:
+        """Return whether products are of BF16 values."""
+        return format_of(self.weight) is BF16
 
 
 def grouped_linear(
@@ -142,6 +149,11 @@ def grouped_fprop(
     """Return Y [R, N] of X from `quantize_input`, [T, K] or [R, K]."""
     groups = grouped.groups
     if (arithmetic := arithmetic_of(groups.tokens)) is not None:
+        if grouped.in_bf16:
+            values, matrices = _values(x, grouped)
+            return arithmetic.bf16_grouped_matmul(
+                values, matrices, groups, grouped.by_token, out_dtype
+            )
         codes, weight = _codes(x, grouped)
         if weight.codes.dtype != torch.int8:
             assert out_dtype == torch.bfloat16, f"FP8 products are BF16, not {out_dtype}"
@@ -159,6 +171,9 @@ def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
     """Return dX, bfloat16 [R, K], of dY [R, N] from `quantize_for_dgrad`."""
     groups = grouped.groups
     if (arithmetic := arithmetic_of(groups.tokens)) is not None:
+        if grouped.in_bf16:
+            values, matrices = _values(dy, grouped)
+            return arithmetic.bf16_grouped_dgrad(values, matrices, groups)
         codes, weight = _codes(dy, grouped)
         if codes.codes.dtype != torch.int8:
             return arithmetic.fp8_grouped_dgrad(codes, weight, groups)
@@ -176,10 +191,10 @@ def quantize_grouped_gradient(
 ) -> tuple[GEMMInput, Tensor | TokenGroups]:
     """Return dY, bfloat16 [R, N], for DGrad and for WGrad.
 
-    A GPU makes FP8 codes for both in one pass. Otherwise WGrad quantizes dY itself.
+    A GPU makes FP8 codes for both in one pass. Otherwise WGrad quantizes dY itself, if at all.
     """
     plan, arithmetic = grouped.plan, arithmetic_of(dy)
-    if arithmetic is not None and not plan.gradient.integer:
+    if arithmetic is not None and not (plan.gradient.integer or grouped.in_bf16):
         return arithmetic.fp8_grouped_gradient(dy, grouped.groups, plan.scales)
     return quantize_for_dgrad(dy, grouped.weight, plan), dy
 
@@ -201,6 +216,10 @@ def grouped_wgrad(
         if isinstance(dy, TokenGroups):
             product = arithmetic.fp8_grouped_wgrad(dy, x, groups, grouped.by_token, plan.scales)
             return gradients.add(master, product)
+        if grouped.in_bf16:
+            total, returned = gradients.buffer(master)
+            arithmetic.add_bf16_grouped_wgrad(total, dy, x, groups, grouped.by_token)
+            return returned
         check_terms(len(groups.places))  # a token has at most one row per expert
         product = arithmetic.int8_grouped_wgrad(dy, x, groups, grouped.by_token)
         return gradients.add(master, product)
@@ -228,6 +247,13 @@ def _codes(x: GEMMInput, grouped: GroupedWeight) -> tuple[QTensor, QTensor]:
     """Return an operand and the weight, of which kernels take codes only."""
     assert isinstance(x, QTensor), "kernels multiply codes"
     assert isinstance(grouped.weight, QTensor), "kernels multiply codes"
+    return x, grouped.weight
+
+
+def _values(x: GEMMInput, grouped: GroupedWeight) -> tuple[Tensor, Tensor]:
+    """Return an operand and the weight, both BF16 values."""
+    assert isinstance(x, Tensor), "BF16 weights multiply values"
+    assert isinstance(grouped.weight, Tensor), "a BF16 weight is values"
     return x, grouped.weight
 
 

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from jetrl.precision.groups import Groups, TokenGroups
 from jetrl.precision.quantize import FORMATS, FP8_BLOCK, QTensor
-from jetrl.precision.triton.grouped_int8 import SIDE, most_tiles, rows_of_tile, tiles_of_groups
+from jetrl.precision.triton.grouped_int8 import (
+    SIDE,
+    blocks_of_group,
+    most_tiles,
+    rows_of_tile,
+    tiles_of_groups,
+)
 from jetrl.precision.triton.int8 import int8_squares_turned
 from jetrl.precision.triton.layout import cdiv, empty_row_groups, padded_rows, whole_groups
 from jetrl.precision.triton.portable_int8 import (
@@ -207,10 +213,7 @@ def _wgrad_kernel(
     m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _BLOCK)
-    own = tl.arange(0, EXPERTS) == expert
-    count = tl.sum(tl.where(own, tiles, 0), 0)
-    first = tl.sum(tl.where(own, after, 0), 0) - count
+    first, count = blocks_of_group(ends_ptr, expert, experts, EXPERTS, _BLOCK)
     along = first * _BLOCK + tl.arange(0, _BLOCK)
     features = tl.minimum(rows, N - 1)
     a = pointers(dy_ptr, features, along, width)

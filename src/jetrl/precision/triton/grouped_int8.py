@@ -112,6 +112,15 @@ def rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def blocks_of_group(ends_ptr, expert, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the first of a group's blocks of ROWS rows, and their number."""
+    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
+    own = tl.arange(0, EXPERTS) == expert
+    count = tl.sum(tl.where(own, tiles, 0), 0)
+    return tl.sum(tl.where(own, after, 0), 0) - count, count
+
+
+@triton.jit
 def _load_codes(places, left, EVEN: tl.constexpr):
     """Load codes [L, DEPTH], zeros past `left` columns."""
     if EVEN:
@@ -323,10 +332,7 @@ def _wgrad_kernel(
     m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
-    own = tl.arange(0, EXPERTS) == expert
-    count = tl.sum(tl.where(own, tiles, 0), 0)
-    first = tl.sum(tl.where(own, after, 0), 0) - count
+    first, count = blocks_of_group(ends_ptr, expert, experts, EXPERTS, _ALONG)
     along = first * _ALONG + tl.arange(0, DEPTH)
     a = pointers(dy_ptr, tl.minimum(rows, N - 1), along, width)
     b = pointers(x_ptr, tl.minimum(columns, K - 1), along, width)

@@ -1,0 +1,241 @@
+"""Grouped BF16 products of experts in plain Triton, for compute capability 8.0 and later.
+
+    FProp   rows of a group times its expert's matrix: `bf16_grouped_matmul`
+    DGrad   the same with the transposed matrix: `bf16_grouped_dgrad`
+    WGrad   the sum over a group's rows, added in float32: `add_bf16_grouped_wgrad`
+
+Grids, tiles and sizes of groups are as in `triton.grouped_int8`. Each sum is one float32 loop over
+K, N or the rows of a group, in order. Tiles have 64 or 128 rows, so that a Hopper multiplies by
+wgmma: a row has the same bits in a tile of either size, those of a dense layer in
+`triton.float_tiles`. Transposed operands are transposed in shared memory, not copied.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (Triton functions can annotate only constexpr arguments)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.precision.groups import Groups
+from jetrl.precision.triton.grouped_int8 import SIDE, most_tiles, rows_of_tile, tiles_of_groups
+from jetrl.precision.triton.layout import cdiv
+from jetrl.precision.triton.portable_int8 import (
+    OPTIONS,
+    Tile,
+    load_codes,
+    memory_class,
+    place,
+    pointers,
+    within,
+)
+
+# Tiles for many rows per expert and for few.
+TILES = {
+    "large": (Tile(128, 256, 64, 8, 3), Tile(64, 64, 64, 4, 6)),
+    "small": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+}
+WGRAD = {"large": Tile(128, 256, 64, 8, 3), "small": Tile(128, 128, 64, 8, 4)}
+_FEW = 40  # mean rows per expert up to which tiles have 64 rows
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,
+    w_ptr,
+    tokens_ptr,
+    ends_ptr,
+    out_ptr,
+    N,
+    K,
+    experts,
+    EXPERTS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Compute a tile of rows of one group, times its matrix: [N, K], or [K, N] if TURNED."""
+    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
+    down = tl.sum(tiles, 0)
+    across = tl.cdiv(N, COLUMNS)
+    if tl.program_id(0) >= down * across:
+        return
+    tile, n = place(tl.program_id(0), down, across, SIDE)
+    expert, first, end = rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS, ROWS)
+    rows = first + tl.arange(0, ROWS)
+    columns = n * COLUMNS + tl.arange(0, COLUMNS)
+    sources = rows
+    if BY_TOKEN:
+        sources = tl.load(tokens_ptr + rows, mask=rows < end, other=0)
+    along = tl.arange(0, DEPTH)
+    a = pointers(x_ptr, sources, along, K)
+    matrix = w_ptr + expert.to(tl.int64) * N * K
+    b = pointers(matrix, along, columns, N) if TURNED else pointers(matrix, columns, along, K)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, K, DEPTH):
+        x = load_codes(a, rows < end, K - k, EVEN)
+        a += DEPTH
+        if TURNED:
+            w = tl.load(b, mask=within(along, K - k, columns, N), other=0.0)
+            b += DEPTH * N
+        else:
+            w = load_codes(b, columns < N, K - k, EVEN).T
+            b += DEPTH
+        sums = tl.dot(x, w, sums)
+    y = sums.to(out_ptr.dtype.element_ty)
+    tl.store(pointers(out_ptr, rows, columns, N), y, mask=within(rows, end, columns, N))
+
+
+@triton.jit
+def _wgrad_kernel(
+    dy_ptr,
+    x_ptr,
+    tokens_ptr,
+    ends_ptr,
+    total_ptr,
+    N,
+    K,
+    BY_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Add a tile of dW [N, K] of one expert to the total; nothing if it has no rows."""
+    down = tl.cdiv(N, ROWS)
+    across = tl.cdiv(K, COLUMNS)
+    expert = tl.program_id(0) // (down * across)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    if start == end:
+        return
+    m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
+    rows = m * ROWS + tl.arange(0, ROWS)
+    columns = n * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(start, end, DEPTH):
+        along = first + tl.arange(0, DEPTH)
+        sources = along
+        if BY_TOKEN:
+            sources = tl.load(tokens_ptr + along, mask=along < end, other=0)
+        # Both are zeros past the end: zero times NaN would be NaN.
+        dy = pointers(dy_ptr, along, rows, N)
+        dy = tl.load(dy, mask=within(along, end, rows, N), other=0.0)
+        x = pointers(x_ptr, sources, columns, K)
+        x = tl.load(x, mask=within(along, end, columns, K), other=0.0)
+        sums = tl.dot(dy.T, x, sums)
+    places = pointers(total_ptr, expert.to(tl.int64) * N + rows, columns, K)
+    mask = within(rows, N, columns, K)
+    tl.store(places, tl.load(places, mask=mask, other=0.0) + sums, mask=mask)
+
+
+def bf16_grouped_matmul(
+    x: Tensor,
+    w: Tensor,
+    groups: Groups,
+    by_token: bool,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return Y [R, N]: row r is X's row times the matrix of its expert; w is [E * N, K].
+
+    Both are bfloat16; X is [T, K] if `by_token`, else [R, K]. `tile` changes no bits.
+    """
+    out = torch.empty(
+        len(groups.tokens), len(w) // groups.num_experts, dtype=out_dtype, device=x.device
+    )
+    assert x.shape[1] == w.shape[1], f"products along {x.shape[1]} and {w.shape[1]} values"
+    _product(x, w, groups, out, by_token=by_token, turned=False, tile=tile)
+    return out
+
+
+def bf16_grouped_dgrad(dy: Tensor, w: Tensor, groups: Groups, tile: Tile | None = None) -> Tensor:
+    """Return dX, bfloat16 [R, K], of dY [R, N] and the weight [E * N, K], both bfloat16."""
+    assert groups.num_experts * dy.shape[1] == len(w), f"{dy.shape} and {w.shape}"
+    out = torch.empty(len(dy), w.shape[1], dtype=torch.bfloat16, device=dy.device)
+    _product(dy, w, groups, out, by_token=False, turned=True, tile=tile)
+    return out
+
+
+def _product(
+    x: Tensor,
+    w: Tensor,
+    groups: Groups,
+    out: Tensor,
+    *,
+    by_token: bool,
+    turned: bool,
+    tile: Tile | None,
+) -> None:
+    """Write rows of x times the matrices of their experts, transposed if `turned`."""
+    (rows, columns), experts, k = out.shape, groups.num_experts, x.shape[1]
+    for operand in (x, w):
+        assert operand.dtype == torch.bfloat16, f"values of {operand.dtype}"
+        assert operand.is_contiguous(), f"strides {operand.stride()}"
+    assert len(x) == (len(groups.places) if by_token else rows), f"{len(x)} rows of X"
+    if not rows:
+        return
+    few = cdiv(rows, min(rows, experts)) <= _FEW
+    tile = tile or TILES[memory_class(x.device)][few]
+    _product_kernel[(most_tiles(rows, experts, tile.rows) * cdiv(columns, tile.columns),)](
+        x,
+        w,
+        groups.tokens,
+        groups.ends,
+        out,
+        columns,
+        k,
+        experts,
+        triton.next_power_of_2(experts),
+        by_token,
+        turned,
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        SIDE,
+        k % tile.depth == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **OPTIONS,
+    )
+
+
+def add_bf16_grouped_wgrad(
+    total: Tensor, dy: Tensor, x: Tensor, groups: Groups, by_token: bool, tile: Tile | None = None
+) -> None:
+    """Add dW to `total`, float32 [E * N, K], of bfloat16 dY [R, N] and X.
+
+    X is [T, K] if `by_token`, else [R, K]. `tile` changes no bits.
+    """
+    rows, columns, experts = dy.shape[1], x.shape[1], groups.num_experts
+    assert total.shape == (experts * rows, columns), f"{total.shape}: {experts} of {rows}"
+    assert total.dtype == torch.float32, f"sums in {total.dtype}"
+    for operand in (total, dy, x):
+        assert operand.is_contiguous(), f"strides {operand.stride()}"
+    assert dy.dtype == x.dtype == torch.bfloat16, f"values of {dy.dtype} and {x.dtype}"
+    assert len(x) == (len(groups.places) if by_token else len(dy)), f"{len(x)} rows of X"
+    tile = tile or WGRAD[memory_class(x.device)]
+    _wgrad_kernel[(experts * cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
+        dy,
+        x,
+        groups.tokens,
+        groups.ends,
+        total,
+        rows,
+        columns,
+        by_token,
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        SIDE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **OPTIONS,
+    )
