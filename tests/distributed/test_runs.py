@@ -104,6 +104,8 @@ RARE = {
         "task.workers=3",
         "precision.wgrad_input=1x128",
     ],
+    "replayed": ["data.replay_steps=1"],
+    "recorded": ["data.replay_steps=1", "data.rollouts=replayed"],
     "turns": [
         f"task.name={Path(__file__).with_name('turns_task.py')}:Counter",
         "task.options={}",
@@ -125,6 +127,9 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
     alone = _rare(str(tmp_path / "alone"))
     for one, two in zip(alone, run_ranks(2, _rare, str(tmp_path / "two"))[0], strict=True):
         assert results(Path(two)) == results(Path(one))
+    two, again = (RunDirectory.open(tmp_path / "two" / name) for name in ("replayed", "recorded"))
+    assert two.metrics("rl")[-1]["digest"] == again.metrics("rl")[-1]["digest"]
+    assert two.metrics("rl")[-1]["partial_rollout/earlier_tokens"] > 0
     turns = RunDirectory.open(tmp_path / "alone" / "turns")
     records = [record for step in (1, 2) for record in turns.rollouts(step)]
     assert {len(record["turns"]) for record in records} >= {2, 3}

@@ -1,5 +1,8 @@
 """Rerun the steps after a run's last checkpoint, and name the operation that produces a NaN.
 
+It samples again. To train on a run's recorded rollouts without sampling, use `jetrl train` with
+data.rollouts=RUN; to train on earlier samples again, data.replay_steps (docs/data.md).
+
 For example:
 
     jetrl replay runs/demo                rerun the steps since the last checkpoint

@@ -129,7 +129,7 @@ class Workload:
         return Workload(
             sequences=sequences,
             tokens=min(config.max_position_embeddings, prompt + answer),
-            trained=-(-most // settings.train.updates_per_step),
+            trained=-(-most * (1 + settings.data.replay_steps) // settings.train.updates_per_step),
             prompts=prompts * prompt,
             continues=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
             prompt=prompt,

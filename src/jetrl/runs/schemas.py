@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from jetrl.files import Count, Step, Stored, UnixTime
 from jetrl.settings.section import ReportSamples
-from jetrl.types import Completion, Sample
+from jetrl.types import Completion, FinishReason, Prompt, PromptInputs, Sample, Score, Turn
 from jetrl.types.conversation import shown_message
 
 Phase = Literal["sft", "rl"]
@@ -110,7 +110,7 @@ class RolloutLine(Stored):
     reward: Number | None = 0.0
     parts: dict[str, Number] = Field(default_factory=dict)
     extra: dict[str, Number | str | None] = Field(default_factory=dict)
-    finish_reason: Name = ""
+    finish_reason: FinishReason = "stop"
     failure: str = ""
     prompt_token_ids: list[Count] = Field(default_factory=list)
     token_ids: list[Count] = Field(default_factory=list)
@@ -207,6 +207,41 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         **({"versions": list(completion.versions)} if completion.versions else {}),
         **_turns_of(completion),
     }
+
+
+def sample_of(record: Mapping[str, Any]) -> Sample:
+    """Return the sample of a line (`record_of`), without its prompt's metadata.
+
+    Raises ValueError if the line has log-probs of other tokens, or no prompt.
+    """
+    line = RolloutLine.model_validate(record)
+    if len(line.token_ids) != len(line.logprobs) or not line.prompt_token_ids:
+        counts = f"{len(line.prompt_token_ids)}, {len(line.token_ids)} and {len(line.logprobs)}"
+        raise ValueError(f"it has {counts} prompt tokens, tokens and log-probs")
+    return Sample(
+        prompt=Prompt(
+            id=line.prompt_id,
+            text=line.prompt,
+            messages=None if line.messages is None else tuple(line.messages),
+            answer=line.answer,
+            task=line.task,
+        ),
+        group=line.group,
+        inputs=PromptInputs(tuple(line.prompt_token_ids)),
+        completion=Completion(
+            token_ids=tuple(line.token_ids),
+            logprobs=tuple(line.logprobs),
+            finish_reason=line.finish_reason,
+            text=line.completion,
+            environment=tuple((start, end) for start, end in line.environment),
+            turns=tuple(Turn(turn["completion"], turn["reply"]) for turn in line.turns),
+            versions=tuple(line.versions),
+        ),
+        score=Score(line.reward, line.parts),
+        failure=line.failure,
+        readable=line.readable,
+        extra=line.extra,
+    )
 
 
 def _turns_of(completion: Completion) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from jetrl.session.parity import require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder, with_steps
 from jetrl.session.ranks import problem_of
+from jetrl.session.recorded import RecordedRollouts
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.loading import Settings
@@ -130,6 +131,7 @@ class RunContext(TrainingContext):
     max_turns: int
     scorer: Scorer = field(init=False)
     engine: RolloutEngine = field(init=False)
+    recorded: RecordedRollouts | None = field(init=False)
     reward: Reward | None = field(init=False)
     noise: NormNoise = field(init=False)
     draft_head: DraftHead | None = field(init=False)
@@ -459,6 +461,14 @@ def _build_other_models(run: RunContext) -> None:
     """Build what the run needs later, so that errors appear before weights are loaded."""
     settings, policy, dynamic = run.settings, run.policy, run.objective.dynamic_sampling
     run.prompt_order()
+    run.recorded = None
+    if settings.data.rollouts is not None:
+        run.recorded = RecordedRollouts(settings, policy, run.prompts)
+    if settings.data.replay_steps and not policy.plan.exact:
+        raise UserError(
+            f"data.replay_steps = {settings.data.replay_steps}: the plan {policy.plan.name!r} is "
+            "not exact, so ratios to earlier policies are not; use precision.preset=int8"
+        )
     PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
     read_reference(settings, policy)
     value_model(settings, policy)

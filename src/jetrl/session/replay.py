@@ -89,10 +89,10 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    # Copy metrics, since a resume truncates them; link checkpoints and reference.
+    # Copy metrics, since a resume truncates them; link checkpoints, reference and replay buffer.
     if run.metrics_file.is_file():
         shutil.copy(run.metrics_file, folder)
-    for name in ("checkpoints", "reference"):
+    for name in ("checkpoints", "reference", *["rollouts"] * (settings.data.replay_steps > 0)):
         if (run.path / name).is_dir():
             # The run may be active: incomplete files may disappear at any time.
             ignore = shutil.ignore_patterns(".writing-*")

@@ -206,6 +206,16 @@ class Scoring:
         return ticket
 
 
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the samples of each group, in order."""
+    return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.group)]
+
+
+def numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the samples of all groups, which are numbered from 0."""
+    return [dataclasses.replace(s, group=i) for i, group in enumerate(groups) for s in group]
+
+
 _PackedSample = tuple[int, Completion, bytes, bytes, ScoredText]
 """Group number, completion without tokens, packed tokens and log-probs, and score."""
 

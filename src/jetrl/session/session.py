@@ -30,6 +30,7 @@ from jetrl.session.open import open_context
 from jetrl.session.parity import located
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
+from jetrl.session.recorded import RecordedRollouts, ReplayBuffer
 from jetrl.session.source import ContinuedPrompts, Source, WholePrompts
 from jetrl.session.step import (
     Step,
@@ -136,6 +137,8 @@ class OpenRun:
             dynamic_sampling=context.objective.dynamic_sampling,
         )
         components.register("partial rollouts", self._partial_rollouts)
+        self._replay_buffer = ReplayBuffer(settings)
+        self._left_recorded = False  # other weights than this run's drew the recorded rollouts
         self._whole = WholePrompts(context.engine, context.scorer, context.max_turns)
         self._continued = ContinuedPrompts(context.engine, context.scorer, self._partial_rollouts)
         # Micro-batch size: 128 tokens share a scale in WGrad, so the bits depend on it.
@@ -162,6 +165,7 @@ class OpenRun:
             self._open_trainer(begun=True)
             step, notes = checkpoints.load(self.trainer)
             self.last_step = Step(step)
+            self._replay_buffer.load(self.run.directory, step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
                 done = f"Nothing to do: all {num_steps} steps are done."
@@ -278,6 +282,8 @@ class Session(OpenRun):
         With partial rollouts, a step may begin more or fewer prompts than it trains on.
         """
         self.run.phases.start_step(number)
+        if self.context.recorded is not None:
+            return Step(number, metrics=self.context.noise.begin_step(number))
         # The draw depends only on seed and step, so a resumed run draws the same prompts.
         prompts = self._prompt_order.draw(number, self.settings.rollout.prompts_per_step)
         more = self._partial_rollouts.start_step()
@@ -291,8 +297,11 @@ class Session(OpenRun):
     def sample(self, step: Step) -> Step:
         """Sample rollout.samples_per_prompt completions per prompt, with log-probs.
 
-        With partial rollouts, these are the complete ones from this step and earlier steps.
+        With partial rollouts, these are the complete ones from this step and earlier steps. With
+        data.rollouts, the step gets the samples of the recorded run, which have their scores.
         """
+        if self.context.recorded is not None:
+            return self._recorded(step, self.context.recorded)
         source, params = self._source, rollout_params(self.settings, step.number, step.round)
         own_part = self._rollout(step.number, can_give_up=source.can_give_up)
         drawn = source.draw(step, params, own_part, self.run.show_progress)
@@ -305,6 +314,19 @@ class Session(OpenRun):
             metrics={**step.metrics, **drawn.metrics},
         )
 
+    def _recorded(self, step: Step, recorded: RecordedRollouts) -> Step:
+        """Return a step with its recorded samples; note the first that other weights drew."""
+        number, digest = step.number, self.run.digest.last
+        with self.run.phases.phase("rollout"):
+            samples, followed = recorded.samples(number, digest, self.context.policy)
+        if not followed and not self._left_recorded:
+            self._left_recorded = True
+            self.run.display.note(
+                f"step {number}: other weights than this run's drew the rollouts of "
+                f"{recorded.run.path}; from here on it trains off-policy, with exact ratios"
+            )
+        return replace(step, samples=samples, drawn_samples=samples)
+
     @property
     def _source(self) -> Source:
         """Source of completions; unfinished ones of an earlier attempt are continued first."""
@@ -312,6 +334,8 @@ class Session(OpenRun):
 
     def score(self, step: Step) -> Step:
         """Set the reward of every completion; raise RunStopped if none could be scored."""
+        if self.context.recorded is not None:
+            return step
         assert step.scoring is not None, "nothing was sampled"
         reward, stops = self.context.reward, self.run.stops
         possible = self._source.can_give_up
@@ -355,7 +379,7 @@ class Session(OpenRun):
 
     def sample_dynamically(self, step: Step) -> Step:
         """Replace zero-advantage groups in further sampling rounds (dynamic sampling)."""
-        if not self.context.objective.dynamic_sampling:
+        if not self.context.objective.dynamic_sampling or self.context.recorded is not None:
             return step
 
         # Each round has its own prompt order, so that a resume draws the same prompts.
@@ -388,10 +412,12 @@ class Session(OpenRun):
         # Free KV pages for activations and gradients.
         self.context.free_kv_pages()
         self._nonfinite.expect_updates(number, step.samples)
-        compare_samples(number, step.samples)
+        # Rollouts and metrics are of the step's own samples; earlier ones are only trained on.
+        samples = self._replay_buffer.with_earlier(step.samples)
+        compare_samples(number, samples)
         try:
             with phases.phase("update"):
-                trained = self.trainer.step(step.samples, number)
+                trained = self.trainer.step(samples, number)
         except StepMismatchError as error:
             # Under an exact plan, a mismatch is a bug: keep the samples and name the operation.
             with ending_together(f"the search for the operation that differs in step {number}"):
@@ -412,7 +438,8 @@ class Session(OpenRun):
         # Rewards and lengths cover all samples, including dropped groups.
         drawn = sample_metrics(step.drawn_samples, compares_group)
         metrics = {**drawn, **trained.metrics, **step.metrics}
-        return replace(step, metrics=metrics | self._step_notes.on_update(number, metrics))
+        metrics |= self._step_notes.on_update(number, metrics)
+        return replace(step, trained_samples=samples, metrics=metrics)
 
     def evaluate(self, step: Step) -> Step:
         """Evaluate on the eval set if due: every eval.every steps, and at the start and end."""
@@ -435,11 +462,12 @@ class Session(OpenRun):
         is_last = number == self.settings.loop.steps
         if number % self.settings.rollout.keep_every == 0 or number == 1 or is_last:
             run.directory.write_rollouts(number, step.samples)
+        self._replay_buffer.add(number, step.samples)
         # Pass rates count every completion, including dropped groups.
         self._prompt_order.observe(step.drawn_samples)
         metrics = {
             **step.metrics,
-            **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
+            **throughput_metrics(run.phases.timings, step.trained_samples, step.rollout_tokens),
             **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
         # Before the checkpoint, from which a resumed run continues the digest.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from jetrl.runs.anomalies import Anomalies, Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.session.evaluate import Evaluation
 from jetrl.session.open import WARNING, open_context
-from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
+from jetrl.session.sampling import EncodedPrompt, Scoring, groups_of, numbered, sample_prompts
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
 from jetrl.training.host_math import mean, variance
@@ -46,6 +45,7 @@ class Step:
         number: From 1; 0 is the model before the first step.
         round: Sampling round, from 1; after dynamic sampling, the number of rounds.
         completions: Of this round, `rollout.samples_per_prompt` per prompt.
+        trained_samples: The samples, and those of earlier steps that the update also trained on.
         rollout_tokens: Tokens sampled in all rounds.
     """
 
@@ -56,6 +56,7 @@ class Step:
     scoring: Scoring | None = None
     samples: Sequence[Sample] = ()
     drawn_samples: Sequence[Sample] = ()
+    trained_samples: Sequence[Sample] = ()
     rollout_tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -108,14 +109,14 @@ def refill(
     Returns the samples to train on, all samples with groups numbered from 0, and counts.
     """
     # A group is useful if its rewards differ.
-    drawn, rounds = _groups(samples), 1
+    drawn, rounds = groups_of(samples), 1
     useful = [group for group in drawn if _has_signal(group)]
     while len(useful) < num_groups and rounds < max_rounds:
         # Prompts expected to fill the missing groups, given the fraction so far.
         share = max(len(useful), 1) / len(drawn)
         rounds += 1
         missing = math.ceil((num_groups - len(useful)) / share)
-        more = _groups(draw(rounds, min(num_groups, missing)))
+        more = groups_of(draw(rounds, min(num_groups, missing)))
         drawn += more
         useful += [group for group in more if _has_signal(group)]
     kept = useful[:num_groups]
@@ -124,20 +125,12 @@ def refill(
         idle = [group for group in drawn if not _has_signal(group)]
         kept += idle[: at_least - len(kept)]
     counts = {"rounds": rounds, "dropped_groups": len(drawn) - len(kept)}
-    return _numbered(kept), _numbered(drawn), counts
-
-
-def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.group)]
+    return numbered(kept), numbered(drawn), counts
 
 
 def _has_signal(group: Sequence[Sample]) -> bool:
     """Return True if rewards differ among the scored completions."""
     return len({sample.score.reward for sample in group} - {None}) > 1
-
-
-def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    return [replace(sample, group=i) for i, group in enumerate(groups) for sample in group]
 
 
 TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
@@ -157,7 +150,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     if judged:
         metrics = {"reward/mean": mean(rewards), "reward/std": math.sqrt(variance(rewards))}
     if compares_group:
-        groups = _groups(samples)
+        groups = groups_of(samples)
         metrics["reward/zero_std_groups"] = mean(not _has_signal(group) for group in groups)
     if left_out := len(samples) - len(judged):
         metrics["reward/left_out"] = float(left_out)
@@ -191,7 +184,7 @@ def throughput_metrics(
     # Include prompt tokens, which the trainer processes too.
     num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
     return {
-        **{f"timing/{name}_s": timings[name] for name in TIMED},
+        **{f"timing/{name}_s": timings.get(name, 0.0) for name in TIMED},  # 0: recorded rewards
         "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
         "throughput/train_tokens_per_s": num_trained / timings["update"],
     }

@@ -180,6 +180,11 @@ class DataSettings(Section):
     """shuffle_r1: train on the pairs of each group with the largest advantage differences"""
     keep_pairs: Mass = 0.5
     """fraction of each group's pairs kept under shuffle_r1"""
+    rollouts: Text | None = None
+    """train on the rollouts of this run (a directory, or a name in run.dir) instead of sampling;
+    with its model and settings, the bits are the same. Default: sample"""
+    replay_steps: Annotated[int, Field(ge=0, le=1000)] = 0
+    """also train on the samples of this many earlier steps, with their exact ratios"""
 
     @model_validator(mode="after")
     def read_by_something(self) -> DataSettings:
@@ -487,6 +492,9 @@ class Settings(Section):
             if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
                 why = "logits divided by it do not fit in float32; use 0 or 1e-20 to 1e20"
                 yield f"{section}.temperature = {settings.temperature}: {why}"
+        if self.data.replay_steps and rollout.keep_every > 1:
+            needs = "rollout.keep_every=1: a resumed run reads its buffer from its rollouts"
+            yield f"data.replay_steps = {self.data.replay_steps} needs {needs}"
         if self.rollout.temperature == 0:
             yield "rollout.temperature = 0 makes all completions of a group equal; use 1.0"
         if self.algorithm.calibrate_clip_every:
@@ -502,8 +510,15 @@ class Settings(Section):
         if not codes_alike(sides.rollout_linear, sides.train_linear):
             needs = f"FP8 or INT8 on both sides, unlike precision.preset = {preset}"
             yield f"algorithm.calibrate_clip_every needs {needs}"
-        if self.rollout.oversample:
-            yield "algorithm.calibrate_clip_every needs rollout.oversample = 0"
+        for key, value in self._off_policy:
+            yield f"algorithm.calibrate_clip_every needs {key} = 0, not {value}"
+
+    @property
+    def _off_policy(self) -> Iterator[tuple[str, float]]:
+        """Settings that are not 0 with which a step trains on tokens of earlier policies."""
+        oversample, replay = self.rollout.oversample, self.data.replay_steps
+        yield from [("rollout.oversample", oversample)] * (oversample > 0)
+        yield from [("data.replay_steps", replay)] * (replay > 0)
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
         """Yield messages about settings that conflict with the algorithm of an RL run."""
@@ -520,10 +535,10 @@ class Settings(Section):
         if buffer > rollout.max_tokens:
             most = f"rollout.max_tokens = {rollout.max_tokens}"
             yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
-        if rollout.oversample and record.loss == "ratio":
+        for key, value in self._off_policy if record.loss == "ratio" else ():
             why = f"{name} has an unbounded importance ratio for tokens of earlier policies"
-            instead = "use an algorithm that clips, such as grpo, or rollout.oversample=0"
-            yield f"rollout.oversample = {rollout.oversample}: {why}; {instead}"
+            instead = f"use an algorithm that clips, such as grpo, or {key}=0"
+            yield f"{key} = {value}: {why}; {instead}"
         if record.needs_critic and self.critic.path is None:
             yield f"algorithm.name = {name} needs a critic, as with critic.path=policy"
         if self.critic.path is not None and not record.needs_critic:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jetrl.errors import MismatchError
-from jetrl.training.host_math import exp, expm1, log, mean
+from jetrl.training.host_math import exact_sum, exp, expm1, log, mean
 from jetrl.training.loss_math import total
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch, Sample
@@ -139,10 +139,10 @@ def compare_step(
 ) -> dict[str, float]:
     """Return mismatch metrics of all trained tokens sampled by the current policy.
 
-    Tokens from earlier versions are excluded; partial_rollout/earlier_tokens is their fraction. If
-    nothing is compared (all excluded, or a log-prob is not finite, which the guard handles), the
-    only metric is mismatch/num_tokens = 0. `trainer_logprobs`, float32 [N] per batch, are from
-    before the first update.
+    Tokens from earlier versions are excluded; partial_rollout/earlier_tokens is their fraction, and
+    replay/* are the effective sample sizes that they leave. If nothing is compared (all excluded,
+    or a log-prob is not finite, which the guard handles), mismatch/num_tokens is 0.
+    `trainer_logprobs`, float32 [N] per batch, are from before the first update.
 
     Raises StepMismatchError for any difference under an exact plan.
     """
@@ -152,10 +152,14 @@ def compare_step(
     # Partial rollouts contain tokens of earlier policies, whose log-probs may differ.
     present = [_present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
-    earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
+    rollout_logprobs = np.concatenate([batch.rollout_logprobs[targets(batch)] for batch in batches])
+    earlier = {}
+    if not compared.all():
+        earlier = {"partial_rollout/earlier_tokens": 1 - compared.mean()}
+        lengths = np.concatenate([trained_lengths(batch) for batch in batches])
+        earlier |= effective_sizes(np.concatenate(trainer_logprobs), rollout_logprobs, lengths)
     if not compared.any():
         return earlier | _NOTHING_COMPARED
-    rollout_logprobs = np.concatenate([batch.rollout_logprobs[targets(batch)] for batch in batches])
     metrics = earlier | mismatch_metrics(
         np.concatenate(trainer_logprobs)[compared], rollout_logprobs[compared]
     )
@@ -174,9 +178,35 @@ def _present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
         # Without versions, the current policy sampled the whole completion.
-        versions = samples[index].completion.versions
-        masks.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
+        done = samples[index].completion
+        mask = np.ones(count, dtype=np.bool_)
+        if done.versions:
+            mask = np.array(done.versions) == version
+            # Versions are of all tokens, the mask of the trained ones.
+            environment = [np.arange(start, end) for start, end in done.environment]
+            mask = np.delete(mask, np.concatenate(environment)) if environment else mask
+        masks.append(mask)
     return np.concatenate(masks)
+
+
+def effective_sizes(
+    trainer: np.ndarray, rollout: np.ndarray, lengths: np.ndarray
+) -> dict[str, float]:
+    """Return replay/effective_{tokens, sequences}: (sum w)^2 / sum w^2, as a share of the count.
+
+    w is the ratio of the trainer's probability to the recorded one, per token (log-probs float32
+    [N]), or per sequence (`lengths`, int64 [S]). The share is 1 if all w are equal (Kong 1992).
+    """
+    log_ratio = trainer.astype(np.float64) - rollout.astype(np.float64)
+    # The log-ratio of a sequence is the sum of its tokens'.
+    parts = np.split(log_ratio, np.cumsum(lengths)[:-1])
+    of_sequences = np.array([exact_sum(part) for part in parts])
+    sizes = {}
+    for name, values in (("tokens", log_ratio), ("sequences", of_sequences)):
+        weights = exp(values - values.max())  # a common factor cancels
+        share = exact_sum(weights) ** 2 / (exact_sum(weights * weights) * len(weights))
+        sizes[f"replay/effective_{name}"] = share
+    return sizes
 
 
 def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:

@@ -268,7 +268,9 @@ def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
     # Log-probs of all tokens are not those of the distribution that filters leave.
     whole = rollout.truncated_logprobs or not rollout.excludes_tokens
     whole = whole and rollout.temperature > 0
-    chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
+    data, chosen = settings.data, objective.dynamic_sampling or rollout.oversample > 0
+    # Recorded and replayed tokens may be of other policies.
+    chosen = chosen or data.batch != "all" or data.replay_steps > 0 or data.rollouts is not None
     return whole and not chosen
 
 
