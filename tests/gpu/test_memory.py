@@ -21,6 +21,8 @@ from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import OtherModels, PlannedRun, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.packed import ForwardInputs
+from jetrl.models.policy import Policy
+from jetrl.precision.backend import selected_backend
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.settings.loading import load_config
 
@@ -40,10 +42,15 @@ CONFIG = small_config(
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("preset", ["unified", "jet", "bf16"])
+@pytest.mark.parametrize("preset", ["unified", "jet", "bf16", "int8", "integer"])
 @pytest.mark.parametrize("lengths", [[700, 300, 1000], [1000, 1000]], ids=["ragged", "equal"])
 def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
-    policy = make_policy(CONFIG, preset)
+    with selected_backend(defined=preset == "integer"):
+        check_activations(make_policy(CONFIG, preset), lengths, recomputed)
+
+
+def check_activations(policy: Policy, lengths: list[int], recomputed: bool) -> None:
+    """Compare what forward keeps and the peak of backward with the plan."""
     config, plan, tokens = policy.config, policy.plan, sum(lengths)
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     ids = torch.randint(0, config.vocab_size, (tokens,), device="cuda")
