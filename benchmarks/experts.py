@@ -35,6 +35,7 @@ from jetrl.kernels.routing import route
 from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.kernels.swiglu import swiglu
 from jetrl.memory.out_of_memory import release
+from jetrl.models.experts_fused import fuses_experts, gated_rows_fused
 from jetrl.precision import PrecisionPlan, experts
 from jetrl.precision.backend import has_kernels, selected_backend
 from jetrl.precision.experts import (
@@ -150,8 +151,12 @@ class Layer:
     def forward(self, load: Load) -> Tensor:
         """Return the outputs of tokens, from their routes on."""
         groups = group_rows(load.chosen, self.sizes.experts)
-        gates = grouped_linear(load.x, self.gate_up, groups, "train", by_token=True)
-        rows = grouped_linear(swiglu(gates), self.down, groups, "train")
+        linears = (self.gate_up, self.down)
+        if fuses_experts(load.x, linears, "train"):
+            rows = gated_rows_fused(load.x, linears, groups, "train", None)
+        else:
+            gates = grouped_linear(load.x, self.gate_up, groups, "train", by_token=True)
+            rows = grouped_linear(swiglu(gates), self.down, groups, "train")
         return combine(rows, load.weights, groups)
 
     def forward_in_bf16(self, load: Load) -> Tensor:

@@ -90,6 +90,23 @@ def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(backend: str) -> None:
         check_against_a_cpu("with dense layers")
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_fused_experts_have_the_bits_of_separate_operations(
+    plan: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [list(range(5, 5 + count)) for count in (200, 130, 7)]
+    made = []
+    with selected_backend(backend, defined=PLANS[plan].defined):
+        for fused in (True, False):
+            if not fused:
+                monkeypatch.setattr("jetrl.models.experts.fuses_experts", lambda *_: False)
+            p = policy("qwen3_moe", plan)
+            logprobs = torch.cat(p.logprobs(sequences))
+            logprobs.sum().backward()
+            made.append(gradients(p) | {"logprobs": logprobs.detach()})
+    assert [name for name, x in made[0].items() if not torch.equal(x, made[1][name])] == []
+
+
 @pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("kind", ["some", "one has all"])
 @pytest.mark.parametrize("plan", PLANS)

@@ -15,6 +15,7 @@ from tests.models.stored_weights import change_tensors, read_model
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels.swiglu import swiglu, swiglu_ref
 from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.block import DenseShape
@@ -26,6 +27,8 @@ from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import HOPPER
+from jetrl.precision.int8 import int8_rows
+from jetrl.precision.quantize import QTensor, quantize
 from jetrl.session.parity import locate, measure
 
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight".format
@@ -166,6 +169,56 @@ def test_sampler_and_trainer_have_the_same_bits(family: str, preset: str, tmp_pa
     policy = Policy.from_pretrained(tiny(tmp_path / "model", family), preset)
     result = measure(policy, num_prompts=3, samples=2, max_tokens=6, gradients=True)
     assert (result.tokens, result.different) == (36, 0)
+
+
+class FusedReferences:
+    """SwiGLU's kernels by its reference; `calls` names those that ran."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def swiglu_quantize(self, gate_up: Tensor, scales: str | None) -> QTensor:
+        self.calls.append("forward")
+        gated = swiglu_ref(gate_up)
+        return int8_rows(gated) if scales is None else quantize(gated, scales=scales)
+
+    def swiglu_backward(self, dy: Tensor, gate_up: Tensor, y: Tensor) -> Tensor:
+        self.calls.append("backward")
+        entered = gate_up.clone().requires_grad_()
+        with torch.enable_grad():
+            swiglu(entered).backward(dy)
+        assert y is dy
+        y.copy_(swiglu_ref(gate_up))
+        return entered.grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("preset", ["int8", "integer", "unified"])
+def test_fused_experts_have_the_bits_of_separate_operations(
+    preset: str, frozen: bool, monkeypatch: Any, tmp_path: Path
+) -> None:
+    path = tiny(tmp_path / "model")
+
+    def results() -> dict[str, Tensor]:
+        policy = Policy.from_pretrained(path, preset)
+        names = ("gate_up.weight", "down.weight")
+        for name, master in policy.master_weights().items():
+            master.requires_grad_(not (frozen and name.endswith(names)))
+        logprobs = policy.logprobs([[3, 4, 5, 6, 7, 8, 9], [9, 3, 4]])
+        torch.cat(logprobs).square().sum().backward()
+        made = {n: m.grad for n, m in policy.master_weights().items() if m.grad is not None}
+        assert any(name.endswith(names) for name in made) != frozen
+        sampled = measure(policy, num_prompts=2, samples=1, max_tokens=4)
+        assert (sampled.tokens, sampled.different) == (8, 0)
+        return made | {"logprobs": torch.cat(logprobs).detach()}
+
+    separate, kernels = results(), FusedReferences()
+    monkeypatch.setattr("jetrl.models.experts_fused.fuses", lambda x: True)
+    monkeypatch.setattr("jetrl.models.experts_fused.device_kernels", lambda x: kernels)
+    fused = results()
+    assert kernels.calls.count("backward") == 2 < kernels.calls.count("forward")
+    assert fused.keys() == separate.keys()
+    assert [name for name in fused if not torch.equal(fused[name], separate[name])] == []
 
 
 def test_locate_names_the_operation_of_the_router(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from jetrl.kernels.routing import route
 from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.kernels.swiglu import swiglu
+from jetrl.models.experts_fused import fuses_experts, gated_rows_fused, tell_slots
 from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.weights import Weights
@@ -96,12 +97,8 @@ class ExpertsBlock(nn.Module):
         tell(trace, "experts", chosen)
         tell(trace, "shares", shares)
         groups = group_rows(chosen, self.shape.num_experts)
-        gates = adapted_grouped_linear(normed, self.gate_up, groups, side, by_token=True)
-        _tell_slots(trace, "gate_up", gates, groups)
-        gated = swiglu(gates)
-        _tell_slots(trace, "swiglu", gated, groups)
-        outputs = adapted_grouped_linear(gated, self.down, groups, side)
-        _tell_slots(trace, "down", outputs, groups)
+        outputs = self._outputs(normed, groups, side, trace)
+        tell_slots(trace, "down", outputs, groups)
         delta = combine(outputs, shares, groups)
         gate = None
         if self.shared_gate is not None:
@@ -113,6 +110,17 @@ class ExpertsBlock(nn.Module):
             delta = delta + shared if gate is None else add_shared(delta, shared, gate)
         tell(trace, "combined", delta)
         return x, delta
+
+    def _outputs(self, normed: Tensor, groups: Groups, side: Side, trace: Trace | None) -> Tensor:
+        """Return the outputs of experts [R, D]; fused on a GPU for weights in codes."""
+        linears = (self.gate_up, self.down)
+        if fuses_experts(normed, linears, side):
+            return gated_rows_fused(normed, linears, groups, side, trace)
+        gates = adapted_grouped_linear(normed, self.gate_up, groups, side, by_token=True)
+        tell_slots(trace, "gate_up", gates, groups)
+        gated = swiglu(gates)
+        tell_slots(trace, "swiglu", gated, groups)
+        return adapted_grouped_linear(gated, self.down, groups, side)
 
 
 def blocks_of(decoder: nn.Module) -> list[ExpertsBlock]:
@@ -132,9 +140,3 @@ def observed_routes(decoder: nn.Module) -> Iterator[list[Routes]]:
     finally:
         for block in blocks:
             block.observer = None
-
-
-def _tell_slots(trace: Trace | None, name: str, rows: Tensor, groups: Groups) -> None:
-    """Pass rows to the trace by token, [T, k, ...]: their order depends on the other tokens."""
-    if trace is not None:
-        tell(trace, name, rows[groups.places.long()])

@@ -144,10 +144,11 @@ class ExpertsShape(Block):
         }
 
     def kept_values(self, hidden: int, inputs: bool) -> int:
-        # Per slot: gate_up's output, SwiGLU's and down's; the norm's output; scores in float32.
+        # Per slot: gate_up's output, SwiGLU's if it is an input, and down's; the norm's output;
+        # scores in float32.
         entered = 0 if inputs else hidden
         entered += 3 * self.shared_width + (hidden if self.shared_width else 0)
-        slots = self.num_experts_per_tok * (3 * self.width + hidden + 4)
+        slots = self.num_experts_per_tok * ((3 if inputs else 2) * self.width + hidden + 4)
         return slots + entered + 2 * self.num_experts
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
@@ -158,10 +159,13 @@ class ExpertsShape(Block):
     def backward_bytes(
         self, hidden: int, tokens: int, format: Format, first: bool, group: int
     ) -> int:
-        return self._gradient_bytes(hidden, tokens, format) + self._product_bytes(hidden, first)
+        # dW of gate_up, in BF16 if it is a product of codes and, if it becomes the sum, in FP32.
+        wide = (2 if format.coded else 0) + (4 if first else 0)
+        product = wide * self.num_experts * 2 * self.width * hidden
+        return self._gradient_bytes(hidden, tokens, format) + product
 
     def adapted_backward_bytes(self, hidden: int, tokens: int, format: Format, weight: int) -> int:
-        turned = 4 * self.width * hidden if format.coded else 0  # one expert's, in BF16
+        turned = self.num_experts * 2 * self.width * hidden if format.coded else 0  # in codes
         return self._gradient_bytes(hidden, tokens, format) + turned + weight
 
     def _gradient_bytes(self, hidden: int, tokens: int, format: Format) -> int:
@@ -170,10 +174,6 @@ class ExpertsShape(Block):
         per_slot = 2 * (2 * hidden + 3 * self.width) + codes
         shared = 6 * self.shared_width + (4 * hidden if self.shared_width else 0)
         return tokens * (self.num_experts_per_tok * per_slot + 8 * hidden + shared)
-
-    def _product_bytes(self, hidden: int, first: bool) -> int:
-        """Return the bytes of dW of gate_up, in BF16 and, if it becomes the sum, in FP32."""
-        return (2 + (4 if first else 0)) * self.num_experts * 2 * self.width * hidden
 
 
 class Qwen3Experts(ExpertsShape):

@@ -128,12 +128,9 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grouped: GroupedWeight = ctx.grouped
-        dy = grads[0].bfloat16().contiguous()
         dx = dw = None
-        if ctx.needs_input_grad[1]:
-            rows, values = quantize_grouped_gradient(dy, grouped)
-        else:
-            rows, values = quantize_for_dgrad(dy, grouped.weight, grouped.plan), dy
+        dy = grads[0].bfloat16().contiguous()
+        rows, values = quantize_grouped_gradient(dy, grouped, ctx.needs_input_grad[1])
         if ctx.needs_input_grad[0]:
             dx = grouped_dgrad(rows, grouped)
             dx = sum_slots(dx, grouped.groups) if grouped.by_token else dx
@@ -187,14 +184,15 @@ def grouped_dgrad(dy: GEMMInput, grouped: GroupedWeight) -> Tensor:
 
 
 def quantize_grouped_gradient(
-    dy: Tensor, grouped: GroupedWeight
+    dy: Tensor, grouped: GroupedWeight, trained: bool = True
 ) -> tuple[GEMMInput, Tensor | TokenGroups]:
-    """Return dY, bfloat16 [R, N], for DGrad and for WGrad.
+    """Return dY, bfloat16 [R, N], for DGrad and, if the weight is `trained`, for WGrad.
 
     A GPU makes FP8 codes for both in one pass. Otherwise WGrad quantizes dY itself, if at all.
     """
     plan, arithmetic = grouped.plan, arithmetic_of(dy)
-    if arithmetic is not None and not (plan.gradient.integer or grouped.in_bf16):
+    in_fp8 = not (plan.gradient.integer or grouped.in_bf16)
+    if arithmetic is not None and trained and in_fp8:
         return arithmetic.fp8_grouped_gradient(dy, grouped.groups, plan.scales)
     return quantize_for_dgrad(dy, grouped.weight, plan), dy
 
