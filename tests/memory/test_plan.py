@@ -215,6 +215,19 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked() -> None:
     assert plan.peak == plan.update == plan.at("reference")
 
 
+def test_a_teacher_counts_its_weights_a_forward_and_a_chunk_of_logits() -> None:
+    load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
+    words = ["algorithm.name=opd", "algorithm.aggregation=none", "teacher.path=somewhere"]
+    plan = planned(settings(*words), small, OtherModels(teacher=LARGE), load)
+    reference = planned(settings(), small, OtherModels(reference=LARGE), load)
+    assert not any(row.what.startswith("teacher") for row in reference.rows)
+    weights = row(plan, "teacher: quantized", "rollout")
+    assert weights == row(plan, "teacher: quantized", "optimizer") > 7e9
+    assert row(plan, "teacher: a forward", "backward") >= 4 * 7 * 2**26
+    token = planned(settings(*words, "teacher.kl=token"), small, OtherModels(teacher=LARGE), load)
+    assert 0 < row(token, "teacher: a forward", "backward") < 4 * 7 * 2**26
+
+
 def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     config = ModelConfig.from_hf(CONFIG).with_scalar_head()
     hf = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}

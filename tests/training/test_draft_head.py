@@ -88,7 +88,7 @@ def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
                 ForwardInputs.of(batch),
                 torch.from_numpy(batch.cu_seqlens),
                 torch.from_numpy(np.flatnonzero(batch.loss_mask)),
-                seen=copy,
+                seen=[copy],
             )
         found.append(training._lessons)
         assert training._lessons.copied.all()

@@ -24,6 +24,7 @@ from jetrl.distributed.shards import shard_of
 from jetrl.errors import named
 from jetrl.kernels.adamw import state_bytes
 from jetrl.kernels.attention.layout import SPLIT_KEYS
+from jetrl.kernels.reverse_kl import COPIES, MOST_LOGITS
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.pages import gpu_pages, most_contexts, most_rows, text_bytes
@@ -63,6 +64,7 @@ class OtherModels:
 
     reference: ModelConfig | None = None
     critic: ModelConfig | None = None
+    teacher: ModelConfig | None = None
     reward: ModelConfig | None = None
 
     @staticmethod
@@ -75,9 +77,10 @@ class OtherModels:
                 return None if own else hf.model_config(str(path))
 
         return OtherModels(
-            read("reference.path", settings.reference.path),
-            read("critic.path", settings.critic.path),
-            read("reward.model_path", settings.reward.model_path),
+            reference=read("reference.path", settings.reference.path),
+            critic=read("critic.path", settings.critic.path),
+            teacher=read("teacher.path", settings.teacher.path),
+            reward=read("reward.model_path", settings.reward.model_path),
         )
 
 
@@ -269,6 +272,9 @@ class MemoryPlan:
             size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
             moment = "reference" if settings.reference.offload else None
             self._add("reference: quantized weights only", size, moment)
+        if others.teacher is not None:
+            size = quantized_bytes(others.teacher, plan, sides=("train",))
+            self._add("teacher: quantized weights only", size)
         if settings.critic.path is not None:
             weights = 4 * trained_parameters(self._critic, self._cards)
             weights += quantized_bytes(self._critic, plan.without_base)
@@ -349,12 +355,21 @@ class MemoryPlan:
         )
 
     def _add_forwards(self) -> None:
-        rollout, load, reward = self._settings.rollout, self._load, self._others.reward
+        settings, others = self._settings, self._others
+        rollout, load, reward = settings.rollout, self._load, others.reward
         completions = rollout.prompts_per_step * rollout.samples_per_prompt
         tokens = min(max(self._tokens, load.tokens), completions * load.tokens)
         if reward is not None:
             size = activations.forward_bytes(reward, self._plan.without_base, tokens)
             self._add(f"reward model: a forward of {tokens} tokens", {"reward": size})
+        if others.teacher is not None:
+            # Next to the policy's activations: a forward without gradient, then logits of a chunk.
+            most = self.micro_batch.tokens
+            size = activations.forward_bytes(others.teacher, self._plan, most)
+            if settings.teacher.kl == "vocabulary":
+                logits = min(MOST_LOGITS, most * others.teacher.vocab_size)
+                size = max(size, 4 * COPIES * logits)
+            self._add(f"teacher: a forward of {most} tokens", size, "backward")
         if "reference" in self._moments:
             reference = self._others.reference or self._config
             size = activations.forward_bytes(reference, self._plan, tokens)

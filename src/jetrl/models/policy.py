@@ -73,7 +73,7 @@ class Policy(Model):
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
         stems: Stems | None = None,
-        seen: Callable[[Tensor], None] | None = None,
+        seen: Sequence[Callable[[Tensor], None]] = (),
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
@@ -87,7 +87,8 @@ class Policy(Model):
             targets: int64 [R], indices of tokens, never a sequence's first.
             activation_checkpointing: Compute layers and logits again in backward.
             stems: The rows to compute if sequences share their first tokens; None: all.
-            seen: Called with the hidden states [R, D] that the log-probs are computed from.
+            seen: Called with the hidden states [R, D] that the log-probs are computed from,
+                differentiable.
             token_filter: Of the distribution that results refer to, renormalized; a target that it
                 excludes is kept.
 
@@ -104,8 +105,8 @@ class Policy(Model):
             activation_checkpointing=activation_checkpointing,
             stems=stems,
         )
-        if seen is not None:
-            seen(before.detach())
+        for observe in seen:
+            observe(before)
         return self._head_logprobs(
             before, inputs.token_ids[targets], temperature, token_filter, activation_checkpointing
         )

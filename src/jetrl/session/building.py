@@ -13,6 +13,8 @@ from torch import Tensor
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.chat import encode_prompt
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
@@ -25,7 +27,7 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import RewardSettings
 from jetrl.tasks import build_task
 from jetrl.training.checkpoint_files import StoredTensors
-from jetrl.types import Sample, Score
+from jetrl.types import Prompt, PromptInputs, Sample, Score
 
 _SMALL_MODEL = 20_000_000  # parameters
 _WITH_GPU = {each.name: each for each in (HOPPER, TRITON_DEFINED)}  # of run.backend
@@ -143,6 +145,68 @@ def _frozen(
     if settings.reference.offload:
         reference.offload()
     return reference
+
+
+def build_teacher(settings: Settings, policy: Policy) -> Policy:
+    """Return the frozen model at teacher.path, in the formats of the policy's plan.
+
+    Raises UserError if its vocabulary differs from the policy's.
+    """
+    path = str(settings.teacher.path)
+    teacher = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
+    _check_vocabulary(policy, teacher, f"teacher.path = {path}")
+    return teacher
+
+
+def end_token_notes(policy: Policy, teacher: Policy) -> list[str]:
+    """Return a warning if a teacher ends its answers with other tokens than the policy."""
+    ends = [
+        set(hf.eos_token_ids(model.config, model.generation_config, model.tokenizer))
+        for model in (policy, teacher)
+    ]
+    if ends[0] == ends[1] or policy.tokenizer is None:
+        return []
+    own, others = (policy.tokenizer.convert_ids_to_tokens(sorted(ids)) for ids in ends)
+    return [
+        f"warning: the teacher ends its answers with {others}, the policy with {own}: answers may "
+        "grow to rollout.max_tokens or shrink; use a teacher with the policy's end tokens"
+    ]
+
+
+def teacher_prompts(
+    settings: Settings, teacher: Policy, prompts: Sequence[tuple[Prompt, PromptInputs]]
+) -> dict[tuple[int, ...], PromptInputs]:
+    """Return the teacher's own prompts (`teacher.prompt`), by the tokens of the policy's.
+
+    {} if it reads the policy's. Raises UserError for an unknown field of the template, a prompt
+    without an answer or text, two answers to one prompt, or a prompt that does not fit.
+    """
+    template = settings.teacher.prompt
+    made: dict[tuple[int, ...], PromptInputs] = {}
+    for prompt, inputs in () if template is None else prompts:
+        where = f"teacher.prompt: prompt {prompt.id!r}"
+        if "{answer}" in str(template) and prompt.answer is None:
+            raise UserError(f"{where} has no answer")
+        messages = prompt.messages or ({"content": prompt.text},)
+        if not isinstance(messages[-1].get("content"), str):
+            raise UserError(f"{where}: its last message is not a text")
+        try:
+            text = str(template).format(prompt=messages[-1]["content"], answer=prompt.answer)
+        except (KeyError, IndexError, ValueError) as error:
+            fields = "a template has {prompt} and {answer}"
+            raise UserError(f"{where}: {fields}, not {error}") from None
+        own = replace(prompt, text=text)
+        if prompt.messages is not None:
+            own = replace(prompt, messages=(*messages[:-1], {**messages[-1], "content": text}))
+        encoded = encode_prompt(
+            teacher.tokenizer, own, settings.task.system_prompt, teacher.plain_text
+        )
+        if len(encoded) + settings.rollout.max_tokens > teacher.config.max_position_embeddings:
+            room = f"{teacher.config.max_position_embeddings} tokens of the teacher's context"
+            raise UserError(f"{where} and rollout.max_tokens do not fit in the {room}")
+        if made.setdefault(inputs.token_ids, encoded) != encoded:
+            raise UserError(f"{where}: another prompt has the same text, with another answer")
+    return made
 
 
 class Reward:

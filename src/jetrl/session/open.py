@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +37,12 @@ from jetrl.session.building import (
     build_policy,
     build_reward,
     build_scalar_model,
+    build_teacher,
     check_kept,
     device_of,
+    end_token_notes,
     read_reference,
+    teacher_prompts,
     value_model,
 )
 from jetrl.session.examples import demonstration, preference_pair, trained_examples
@@ -57,6 +60,7 @@ from jetrl.tasks.registry import trained_on
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
+from jetrl.types import PromptInputs
 
 WARNING = "warning: "  # prefix of notes that are warnings
 _ADVICE = "`jetrl train --dry-run` prints the memory plan of a run"
@@ -132,6 +136,7 @@ class RunContext(TrainingContext):
     scorer: Scorer = field(init=False)
     engine: RolloutEngine = field(init=False)
     recorded: RecordedRollouts | None = field(init=False)
+    teacher_prompts: Mapping[tuple[int, ...], PromptInputs] = field(default_factory=dict)
     reward: Reward | None = field(init=False)
     noise: NormNoise = field(init=False)
     draft_head: DraftHead | None = field(init=False)
@@ -341,6 +346,7 @@ def _check_defined(settings: Settings, plan: PrecisionPlan) -> None:
     undefined = {
         "adapter.kind = lora": settings.adapter.kind == "lora",
         "critic.path": settings.critic.path is not None,
+        "teacher.path": settings.teacher.path is not None,
         "algorithm.calibrate_clip_every": settings.algorithm.calibrate_clip_every > 0,
         f"rollout.speculation = {settings.rollout.speculation}": settings.rollout.asks_head,
         "reward.model_path": settings.reward.model_path is not None,
@@ -369,6 +375,7 @@ def _check_contexts(
     for key, path, other in (
         ("reference.path", settings.reference.path, others.reference),
         ("critic.path", settings.critic.path, others.critic),
+        ("teacher.path", settings.teacher.path, others.teacher),
         ("reward.model_path", settings.reward.model_path, others.reward),
     ):
         room = needed if other is None else other.max_position_embeddings
@@ -471,6 +478,11 @@ def _build_other_models(run: RunContext) -> None:
         )
     PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
     read_reference(settings, policy)
+    if settings.teacher.path is not None:
+        teacher = build_teacher(settings, policy)
+        run.notes += end_token_notes(policy, teacher)
+        prompts = [(encoded.prompt, encoded.inputs) for encoded in run.prompts]
+        run.teacher_prompts = teacher_prompts(settings, teacher, prompts)
     value_model(settings, policy)
     build_reward(settings, policy, run.memory.tokens)
 

@@ -22,7 +22,7 @@ from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.runs.digest import as_metric
-from jetrl.session.building import build_reference, value_model
+from jetrl.session.building import build_reference, build_teacher, value_model
 from jetrl.session.evaluate import Evaluation, evaluate
 from jetrl.session.examples import demonstration
 from jetrl.session.nonfinite import NonFiniteReports
@@ -50,6 +50,7 @@ from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
 from jetrl.tasks.base import TrainerState
+from jetrl.training.distillation import Distillation
 from jetrl.training.extras import Extra
 from jetrl.training.extras.calibration import ClipCalibration
 from jetrl.training.extras.critic import Critic
@@ -202,6 +203,14 @@ class OpenRun:
             components.learners["draft_head"] = draft_head
         # In the order in which a step calls them.
         parts: tuple[Extra | None, ...] = (calibration, draft_head, critic)
+        distillation = None
+        if settings.teacher.path is not None:
+            distillation = Distillation(
+                teacher=build_teacher(settings, policy),
+                settings=settings.teacher,
+                temperature=settings.rollout.temperature,
+                prompts=self.context.teacher_prompts,
+            )
         self._trainer = Trainer(
             policy,
             settings,
@@ -209,6 +218,7 @@ class OpenRun:
             extras=[extra for extra in parts if extra is not None],
             micro_batch_size=self._micro_batch_size,
             guard=reports.guard,
+            distillation=distillation,
         )
 
     def _save_given_up_step(self, error: BaseException | None) -> None:

@@ -60,6 +60,7 @@ class Algorithm:
             on other settings.
         compares_group: True if a prompt needs at least two completions.
         needs_critic: True if a value model is needed.
+        needs_teacher: True if a teacher is needed (training/distillation.py).
     """
 
     title: str
@@ -72,6 +73,7 @@ class Algorithm:
     kl_in: KlPlace = "loss"
     compares_group: bool = True
     needs_critic: bool = False
+    needs_teacher: bool = False
 
 
 Options = Mapping[str, float | bool | None]
@@ -169,6 +171,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         compares_group=False,
         needs_critic=True,
     ),
+    "opd": Algorithm(
+        title="On-policy distillation",
+        paper="Agarwal et al. 2024, arXiv 2306.13649; with the reverse KL per token",
+        advantages="group",
+        loss="clipped_ratio",
+        aggregation="token_mean",
+        options={**_CLIP, **_STD, "overlong_buffer": 0},
+        compares_group=False,
+        needs_teacher=True,
+    ),
 }
 
 USERS = Algorithm(
@@ -222,8 +234,8 @@ class AlgorithmSettings(Section):
     """
 
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, or
-    file.py:function"""
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, opd
+    (on-policy distillation, see [teacher]), or file.py:function"""
     clip: Annotated[float, Field(gt=0, lt=1)] | None = None
     """clip the ratio to [1 - clip, 1 + clip_high]. Default: from the algorithm"""
     clip_high: PositiveFloat | None = None

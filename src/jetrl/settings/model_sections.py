@@ -1,4 +1,4 @@
-"""Sections of the models: [precision], [reference], [critic], [reward], [adapter]."""
+"""Sections of the models: [precision], [reference], [teacher], [critic], [reward], [adapter]."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ class ReferenceSettings(Section):
     algorithm.kl > 0: the policy at the start of RL, or the base model under an adapter"""
     offload: bool = False
     """keep the reference in CPU memory between uses"""
+
+
+class TeacherSettings(Section):
+    """The frozen teacher of algorithm.name = opd; only its quantized weights are stored."""
+
+    path: str | None = None
+    """Hugging Face model directory or name, with the policy's vocabulary. Default: no teacher"""
+    kl: Literal["vocabulary", "token"] = "vocabulary"
+    """reverse KL per token over the whole vocabulary, or of the drawn token"""
+    weight: PositiveFloat = 1.0
+    """weight of the KL in the loss"""
+    reward: NonNegativeFloat = 0.0
+    """weight of the algorithm's loss by the rewards, in addition; 0: only the teacher counts"""
+    prompt: str | None = None
+    """the teacher's prompt, of {prompt} (the text, or the last message) and {answer}, such as
+    "{prompt} (The answer is {answer}.)". Default: the policy's"""
 
 
 class CriticSettings(Section):

@@ -438,6 +438,7 @@ class Settings(Section):
     draft_head: DraftHeadSettings = DraftHeadSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     reference: model_sections.ReferenceSettings = model_sections.ReferenceSettings()
+    teacher: model_sections.TeacherSettings = model_sections.TeacherSettings()
     critic: model_sections.CriticSettings = model_sections.CriticSettings()
     reward: model_sections.RewardSettings = model_sections.RewardSettings()
     sft: SftSettings = SftSettings()
@@ -543,6 +544,25 @@ class Settings(Section):
             yield f"algorithm.name = {name} needs a critic, as with critic.path=policy"
         if self.critic.path is not None and not record.needs_critic:
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
+        if not record.needs_teacher and self.teacher.path is not None:
+            yield f"teacher.path is set, but algorithm.name = {name} has no teacher; leave it out"
+        if record.needs_teacher:
+            yield from self._teacher_problems()
+
+    def _teacher_problems(self) -> Iterator[str]:
+        rollout, teacher = self.rollout, self.teacher
+        if teacher.path is None:
+            yield f"algorithm.name = {self.algorithm.name} needs a teacher: set teacher.path"
+        if teacher.reward and rollout.samples_per_prompt == 1:
+            why = (
+                "it compares the completions of one prompt; use rollout.samples_per_prompt above 1"
+            )
+            yield f"teacher.reward = {teacher.reward}: {why}"
+        if not teacher.reward and self.data.batch == "shuffle_r1":
+            yield "data.batch = shuffle_r1 chooses by rewards, which teacher.reward = 0 leaves out"
+        if teacher.kl == "vocabulary" and rollout.excludes_tokens and rollout.truncated_logprobs:
+            why = "the KL over the vocabulary is not defined for what filters leave"
+            yield f"teacher.kl = vocabulary with rollout.top_p, top_k or min_p: {why}; use kl=token"
 
     def _single_problems(self) -> Iterator[str]:
         if self.loop.epochs is not None and not self.loop.steps:
@@ -564,6 +584,8 @@ class Settings(Section):
         # Resuming without the head is allowed: `rollout.speculation = off` is then explicit.
         drafts = self.rollout.asks_head or "speculation" in self.rollout.model_fields_set
         yield from unread("rollout.speculation=head or auto", drafts, *keys)
+        keys = [f"teacher.{key}" for key in ("kl", "weight", "reward", "prompt")]
+        yield from unread("teacher.path", self.teacher.path is not None, *keys)
         tracked = bool(self.trackers.names)
         yield from unread("trackers.names", tracked, "trackers.project", "trackers.group")
         corrects = self.algorithm.correction != "none"

@@ -209,12 +209,13 @@ def batch_logprobs(
     batch: Batch,
     temperature: float = 1.0,
     activation_checkpointing: bool = False,
-    seen: Callable[[Tensor], None] | None = None,
+    seen: Sequence[Callable[[Tensor], None]] = (),
     token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
-    `seen` is called with the hidden states [N, D] from which the tokens were sampled.
+    Each of `seen` is called with the hidden states [N, D] from which the tokens were sampled,
+    differentiable.
     """
     ids, size = batch.token_ids, policy.config.vocab_size
     if not 0 <= ids.min() <= ids.max() < size:  # an out-of-range id would crash a GPU process

@@ -217,6 +217,26 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
     return dataclasses.replace(batch, advantages=advantage_T)
 
 
+def with_prompts(batch: Batch, prompts: Mapping[tuple[int, ...], PromptInputs]) -> Batch:
+    """Return a batch with other prompts before the same completions, given by the old tokens.
+
+    Trained tokens keep their order. Prompts are not shared.
+    """
+    sequences = {}
+    for i, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+        # A completion begins with the first trained token.
+        first = start + int(np.argmax(batch.loss_mask[start:end]))
+        told = np.flatnonzero(~batch.loss_mask[first:end]).tolist()
+        sequences[i] = _Sequence(
+            prompt=prompts[tuple(batch.token_ids[start:first].tolist())],
+            completion=batch.token_ids[first:end].tolist(),
+            logprobs=batch.rollout_logprobs[first:end].tolist(),
+            environment=[(token, token + 1) for token in told],
+        )
+    (whole,) = _pack(sequences, sum(s.length for s in sequences.values()), share_prompts=False)
+    return whole
+
+
 class _Sequence(NamedTuple):
     """A prompt, its completion, and the spans of the completion that are not trained on."""
 

@@ -31,6 +31,7 @@ from jetrl.models.packed import upload
 from jetrl.models.policy import Policy
 from jetrl.settings.loading import Settings
 from jetrl.training import loss_math, mismatch
+from jetrl.training.distillation import Distillation
 from jetrl.training.extras import Extra
 from jetrl.training.guard import Guard
 from jetrl.training.micro_batches import (
@@ -43,7 +44,7 @@ from jetrl.training.micro_batches import (
     sampler_forward,
     trained_filter,
 )
-from jetrl.training.objectives import Objective, Tokens, UpdateSize
+from jetrl.training.objectives import Objective, Tokens, UpdateSize, token_weights
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
@@ -75,6 +76,7 @@ class Trainer:
         extras: Sequence[Extra] = (),
         micro_batch_size: MicroBatchSize | None = None,
         guard: Guard | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.policy = policy
         self.settings = settings
@@ -86,6 +88,9 @@ class Trainer:
             raise UserError(f"algorithm.kl = {settings.algorithm.kl} needs a reference policy")
         if self.objective.algorithm.needs_critic and values is None:
             raise UserError(f"algorithm.name = {settings.algorithm.name} needs a critic")
+        self.distillation = distillation
+        if self.objective.algorithm.needs_teacher and distillation is None:
+            raise UserError(f"algorithm.name = {settings.algorithm.name} needs a teacher")
         if settings.algorithm.calibrate_clip_every and not any(e.calibrates for e in extras):
             raise UserError(
                 f"algorithm.calibrate_clip_every = {settings.algorithm.calibrate_clip_every} needs "
@@ -199,6 +204,10 @@ class Trainer:
         def sampled_again() -> None:
             sampler_forward(self.policy, batch)
 
+        hidden: list[Tensor] = []
+        observers = [*filter(None, (extra.observer(batch) for extra in self.extras))]
+        if self.distillation is not None:
+            observers.append(hidden.append)
         within = self.policy.plan.training_forward(decoder, sampled_again)
         with within, observed_routes(decoder) as routes:
             logprobs, moments = batch_logprobs(
@@ -206,7 +215,7 @@ class Trainer:
                 batch,
                 self._temperature,
                 activation_checkpointing=self.settings.train.activation_checkpointing,
-                seen=next(filter(None, (extra.observer(batch) for extra in self.extras)), None),
+                seen=observers,
                 token_filter=trained_filter(self.settings.rollout),
             )
         # Behavior policy: the sampler's log-probs, or those of this policy before the first update.
@@ -216,14 +225,24 @@ class Trainer:
         else:
             behavior = logprobs.detach() if micro.before is None else micro.before
         advantages = at_targets(batch.advantages, batch, device)
+        distilled = None
+        if self.distillation is not None:
+            distilled = self.distillation(self.policy, batch, hidden[0], advantages, behavior)
+            advantages = distilled.advantages
         # Token weights depend on sequence lengths and the size of the whole update.
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
-        tokens = Tokens(logprobs, behavior, advantages, lengths)
+        # Without a gradient of drawn tokens, backward leaves their logits out.
+        drawn = distilled is None or distilled.uses_draws or self.settings.algorithm.kl > 0
+        trained = logprobs if drawn else logprobs.detach()
+        tokens = Tokens(trained, behavior, advantages, lengths)
         longest, objective = self.settings.rollout.max_tokens, self.objective
         size = UpdateSize(minibatch.num_tokens, minibatch.num_sequences, longest)
         for extra in self.extras:
             objective = extra.objective(objective)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
+        if distilled is not None:
+            weights = token_weights(lengths, size, objective.aggregation, len(logprobs))
+            loss = distilled.added_to(loss, weights, 1.0 / size.tokens)
         metrics = {
             "policy/entropy": loss_math.divided(loss_math.total(moments[0]), size.tokens),
             "policy/active_fraction": loss_math.divided(
