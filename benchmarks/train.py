@@ -18,7 +18,7 @@ per kernel.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def measure(
     if flow.policy.device.type == "cuda":
         row["parts_ms"] = update_times(flow, again(flow, samples))
         if profiled:
-            row |= profile(flow, again(flow, samples))
+            row |= profile(flow.update, again(flow, samples))
     return row
 
 
@@ -134,10 +134,10 @@ def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     return {name: round(ms, 1) for name, ms in times.items()}
 
 
-def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
+def profile(update: Callable[[Sequence[Sample]], object], samples: Sequence[Sample]) -> Row:
     """Return the idle share of the device in an update, and the time per kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        flow.update(samples)
+        update(samples)
         torch.cuda.synchronize()
     spans, times, counts = [], Counter[str](), Counter[str]()
     for event in profiler.events():

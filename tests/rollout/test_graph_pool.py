@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.rollout.decode import DecodeBuffers, GraphForwards, GraphPool
+from jetrl.memory.graphs import GraphPool
+from jetrl.rollout.decode import DecodeBuffers, GraphForwards
 from jetrl.rollout.kv_cache import PagedCache
 
 
@@ -92,8 +93,8 @@ def test_a_traceback_that_holds_a_graph_keeps_no_memory(log: list[str], policy: 
     forwards = GraphForwards(policy, cache, buffers)
 
     def capture() -> None:
-        captured(forwards._pool)
-        graph = captured(forwards._pool)
+        captured(forwards._captures._pool)
+        graph = captured(forwards._captures._pool)
         raise RuntimeError(f"no room for {graph}")
 
     with pytest.raises(RuntimeError, match="no room") as error:

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jetrl.precision.exact import GRADIENT_TERMS
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
 from jetrl.precision.triton import tile
 from jetrl.precision.triton.int8 import part_layout, rotated_part, row_warps, store_row
@@ -52,7 +53,6 @@ from jetrl.settings.presets import DEFAULT_SCALES
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to this many rows (a decode step), launch for latency
 _FEWER_ROWS = 128  # up to this many rows, INT8 rows run slower with more than eight warps
-_BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
 
 
 @triton.jit
@@ -466,7 +466,12 @@ def _launch_rows(
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, dresidual: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    dresidual: Tensor | None = None,
+    sums: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
 
@@ -475,15 +480,17 @@ def rms_norm_backward(
         x: bfloat16 [T, D], input of the norm.
         inverse_rms: float32 [T], saved by forward.
         dresidual: bfloat16 [T, D], gradient that bypasses the norm, added to dx before rounding.
+        sums: If given, the terms of the weight's gradient are appended, float32 [terms, D], and the
+            gradient that is returned is not their sum.
     """
     _check(dy, weight, dresidual)
     assert (x.dtype, x.shape, len(inverse_rms)) == (dy.dtype, dy.shape, len(dy))
     num_rows, width = x.shape
     padded = _padded(width)
-    per_program = max(1, cdiv(num_rows, _BACKWARD_PROGRAMS))
+    per_program = max(1, cdiv(num_rows, GRADIENT_TERMS))
     programs = cdiv(num_rows, per_program)
     dx = torch.empty_like(x)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    terms = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if num_rows:
         _backward_kernel[(programs,)](
             dy,
@@ -492,7 +499,7 @@ def rms_norm_backward(
             inverse_rms,
             x if dresidual is None else dresidual,
             dx,
-            partial,
+            terms,
             num_rows,
             per_program,
             dresidual is not None,
@@ -500,7 +507,10 @@ def rms_norm_backward(
             padded,
             num_warps=2 * _warps(padded),
         )
-    return dx, partial.sum(0)
+    if sums is not None:
+        sums.append(terms)
+        return dx, terms[0]
+    return dx, terms.sum(0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

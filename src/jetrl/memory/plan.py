@@ -27,6 +27,7 @@ from jetrl.kernels.attention.layout import SPLIT_KEYS
 from jetrl.kernels.reverse_kl import COPIES, MOST_LOGITS
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
+from jetrl.memory.graphs import captures_updates
 from jetrl.memory.pages import gpu_pages, most_contexts, most_rows, text_bytes
 from jetrl.models import hf
 from jetrl.models.adapter import LoRA, adapter_names
@@ -403,6 +404,23 @@ class MemoryPlan:
             ("while gradients are made", on_top, last),
         ):
             self._add(whose + name, {moment: at_start} | ({end: at_end} if ends else {}))
+        if not whose and self._on_gpu:
+            self._add_graphs(gradients, first, kept)
+
+    def _add_graphs(self, gradients: int, first: int, kept: int) -> None:
+        """Add the memory that graphs of updates keep, in addition to that of an eager update.
+
+        Gradients and activations are allocated at all moments. So are copies of attention's
+        outputs, which segments read.
+        """
+        config, frozen = self._config, self._lora is not None
+        if not captures_updates(self._settings.train, config, self._plan, self._cards, frozen):
+            return
+        width = activations.activation_bytes(self._plan) * config.num_heads * config.head_dim
+        copies = width * config.num_layers * self.micro_batch.tokens
+        at = dict.fromkeys(self._moments, gradients + kept + copies)
+        at |= {"backward": gradients - first + copies, "optimizer": kept + copies}
+        self._add("graphs of updates", at)
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:

@@ -146,6 +146,18 @@ class Attention(nn.Module):
         """Return x + delta and attention's output for that sum, both [T, D], of `last` [R, D]."""
         x, qkv = norm_linear(x, delta, self.norm, self.qkv, side, trace)
         tell(trace, "qkv", qkv)
+        attended = self.attend(qkv, rotation, kv, trace, last)
+        if last and kv.rows is not None:
+            x = x[kv.rows]
+        del qkv  # which `o` does not need
+        delta = self.o(attended, side)
+        tell(trace, "o", delta)
+        return x, delta
+
+    def attend(
+        self, qkv: Tensor, rotation: Rotation, kv: KeyValues, trace: Trace | None, last: bool
+    ) -> Tensor | QTensor:
+        """Return attention [T, H * D] of qkv [T, (H + 2G) * D], as `KeyValues.attend` does."""
         qkv, norms = self.normed(qkv)
         rope = Rotary(
             positions=rotation.positions,
@@ -159,12 +171,7 @@ class Attention(nn.Module):
         )
         attended = kv.attend(self.index, qkv, rope, last)
         tell(trace, "attention", attended)
-        if last and kv.rows is not None:
-            x = x[kv.rows]
-        del qkv  # which `o` does not need
-        delta = self.o(attended, side)
-        tell(trace, "o", delta)
-        return x, delta
+        return attended
 
     def normed(self, qkv: Tensor) -> tuple[Tensor, tuple[RMSNorm, RMSNorm] | None]:
         """Return qkv, and the norms that its query and key heads still need."""
@@ -184,15 +191,22 @@ class WideNormedAttention(Attention):
 
 
 def norm_linear(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+    x: Tensor,
+    delta: Tensor | None,
+    norm: RMSNorm,
+    linear: Linear,
+    side: Side,
+    trace: Trace | None,
+    bias: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], the start of attention.
 
-    This is the reference; BF16 tensors on a GPU use the fused form, with the same forward bits.
+    Without `bias`, that of a linear without an adapter is not added. This is the reference; BF16
+    tensors on a GPU use the fused form, with the same forward bits.
     """
     if fuses(x):
-        return norm_linear_fused(x, delta, norm, linear, side, trace)
+        return norm_linear_fused(x, delta, norm, linear, side, trace, bias)
     x = x if delta is None else x + delta
     normed = norm(x)
     tell(trace, "input_norm", normed)
-    return x, linear(normed, side)
+    return x, linear(normed, side) if bias else linear.product(normed, side)

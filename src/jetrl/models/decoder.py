@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
-from jetrl.models.attention import Attention, KeyValues, WideNormedAttention
+from jetrl.models.attention import Attention, KeyValues, WideNormedAttention, norm_linear
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.experts import ExpertsBlock
@@ -61,6 +61,9 @@ BLOCKS: dict[type[Block], Any] = {
 
 class DecoderLayer(nn.Module):
     """A mixer and a block, each after a norm and added to the residual stream."""
+
+    mixer: Any
+    block: Any
 
     def __init__(self, index: int, config: ModelConfig, weights: Weights) -> None:
         super().__init__()
@@ -177,9 +180,7 @@ class Decoder(nn.Module):
         delta = None
         for index, layer in enumerate(self.layers):
             last = layer is self.layers[-1]
-            table = self.rotary_table if layer.rotates else self.still_table
-            exponents = None if self.exponents is None else self.exponents[index]
-            rotation = Rotation(inputs.positions, table, exponents)
+            rotation = self.rotation(index, inputs.positions)
             if activation_checkpointing:
                 x, delta = checkpoint(
                     layer, x, delta, rotation, kv, side, self.trace, last,
@@ -191,6 +192,51 @@ class Decoder(nn.Module):
         x = add_norm(x, delta, self.norm)
         tell(self.trace, "norm", x)
         return x
+
+    def rotation(self, index: int, positions: Tensor) -> Rotation:
+        """Return the angles and factors of a layer's heads."""
+        table = self.rotary_table if self.layers[index].rotates else self.still_table
+        exponents = None if self.exponents is None else self.exponents[index]
+        return Rotation(positions, table, exponents)
+
+    def segment(
+        self, index: int, total: Tensor | None, entered: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the trainer's operations between two attentions, all per token.
+
+        Segment i, of as many as layers and one, is layer i - 1 from the product of `o` on, and then
+        layer i up to its product of `qkv`, without bias. `segment_norms` has its norms.
+
+        Args:
+            total: The residual stream after the previous segment; None for the first.
+            entered: Attention of layer i - 1; for the first segment the embeddings.
+
+        Returns:
+            The residual stream, and the product. The last segment returns None, and the final
+            norm's output.
+        """
+        delta = None
+        if total is None:
+            total = entered
+        else:
+            before = self.layer(index - 1)
+            total, delta = before.block(total, before.mixer.o(entered, "train"), "train", None)
+        if index == len(self.layers):
+            assert delta is not None, "a decoder has a layer"
+            return None, add_norm(total, delta, self.norm)
+        mixer = self.layer(index).mixer
+        return norm_linear(total, delta, mixer.norm, mixer.qkv, "train", None, bias=False)
+
+    def segment_norms(self, index: int) -> list[RMSNorm]:
+        """Return the norms of a segment, in order."""
+        norms = [self.layer(index - 1).block.norm] if index else []
+        last = index == len(self.layers)
+        return [*norms, self.norm if last else self.layer(index).mixer.norm]
+
+    def layer(self, index: int) -> DecoderLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer), "layers of a decoder"
+        return layer
 
     def logits(self, hidden: Tensor, side: Side) -> Tensor:
         """Return the logits, float32 [R, V], of the final norm's output [R, D]."""

@@ -39,12 +39,16 @@ class RMSNorm(nn.Module):
 
     Fused kernels and forwards without gradients read the rounded weight. With gradients, the
     reference rounds the master weight in the graph, to the same bits.
+
+    If `sums` is a list, backward of fused kernels appends the terms of the weight's gradient, whose
+    sum the caller needs (`precision.exact.GRADIENT_TERMS`), and returns an arbitrary gradient.
     """
 
     def __init__(self, weights: Weights, name: str, eps: float) -> None:
         super().__init__()
         self.quantized = weights.quantized(name, f"{name}.weight", weights.rest)
         self.weight, self.eps = self.quantized.master, eps
+        self.sums: list[Tensor] | None = None
 
     @property
     def rounded(self) -> Tensor:

@@ -87,7 +87,10 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The arguments of a fused function that have no gradients; `norm_weight` [D] is rounded."""
+    """The arguments of a fused function that have no gradients; `norm_weight` [D] is rounded.
+
+    `sums` is that of the norm (`models.layer.RMSNorm`).
+    """
 
     eps: float
     norm_weight: Tensor
@@ -96,6 +99,7 @@ class Fixed:
     keep: bool
     trace: Trace | None
     kernels: Kernels
+    sums: list[Tensor] | None
 
     @staticmethod
     def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> Fixed:
@@ -108,6 +112,7 @@ class Fixed:
             keep=torch.is_grad_enabled(),
             trace=trace,
             kernels=device_kernels(norm.rounded),
+            sums=norm.sums,
         )
 
     @property
@@ -133,17 +138,18 @@ class Fixed:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x (and delta), with `dtotal`, and of the norm's weight."""
         weight, dtotal = self.norm_weight, dtotal.contiguous()
-        return self.kernels.rms_norm_backward(dnormed, total, weight, inverse, dtotal)
+        return self.kernels.rms_norm_backward(dnormed, total, weight, inverse, dtotal, self.sums)
 
 
 def norm_linear_fused(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side,
+    trace: Trace | None, bias: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`models.attention.norm_linear` on a GPU."""
     fixed = Fixed.of(norm, (linear,), side, trace)
     if linear.adapter is None:
         total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
-        return total, linear.with_bias(y)
+        return total, linear.with_bias(y) if bias else y
     a, b = fixed.linears[0].masters
     total, y = _AdaptedNormLinear.apply(x, delta, norm.weight, a, b, fixed)
     return total, y
@@ -151,7 +157,7 @@ def norm_linear_fused(
 
 def add_norm_fused(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     """`models.decoder.add_norm` on a GPU."""
-    y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps)
+    y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps, norm.sums)
     return y
 
 
@@ -234,16 +240,17 @@ class _AdaptedNormLinear(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
+        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, eps: float,
+        sums: list[Tensor] | None,
+    ) -> Tensor:  # fmt: skip
         y, inverse, total = device_kernels(x).rms_norm_forward(x, weight, eps, delta)
         ctx.save_for_backward(total, inverse)
-        ctx.weight = weight
+        ctx.weight, ctx.sums = weight, sums
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total, inverse = ctx.saved_tensors
         dy, kernels = grads[0].contiguous(), device_kernels(total)
-        dx, dweight = kernels.rms_norm_backward(dy, total, ctx.weight, inverse)
-        return dx, dx, dweight, None, None
+        dx, dweight = kernels.rms_norm_backward(dy, total, ctx.weight, inverse, None, ctx.sums)
+        return dx, dx, dweight, None, None, None

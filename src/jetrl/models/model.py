@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.errors import UserError
 from jetrl.models import hf, key_smoothing
 from jetrl.models.adapter import Adapter, LoRA, base_digest
-from jetrl.models.attention import PackedKeyValues
+from jetrl.models.attention import KeyValues, PackedKeyValues
 from jetrl.models.coded_weights import MadeWeights
 from jetrl.models.decoder import Decoder
 from jetrl.models.experts_shape import ExpertsShape
@@ -59,6 +59,8 @@ class Model:
         plain_text: Texts of a task whose special tokens are encoded as text.
         base_source: The source of the adapter's base; None without an adapter.
         base_digest: The digest of the adapter's base; empty without an adapter.
+        captured: If set, runs the decoder of the trainer's forwards with gradients
+            (`training.graphs`).
 
     Raises:
         UserError: a model with another head; a device or model without kernels; an adapter trained
@@ -89,6 +91,7 @@ class Model:
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
         self.generation_config = dict(source.generation_config)
         self._offloaded = False
+        self.captured: Callable[[ForwardInputs, KeyValues], Tensor] | None = None
         # After all checks, weights are downloaded and read.
         self.weights = Weights(source, plan, self.device, frozen, trains)
         self.key_exponents, exponents = key_exponents, None
@@ -274,6 +277,8 @@ class Model:
             inputs = inputs[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
         self.check_backend()
+        if self.captured is not None and side == "train" and torch.is_grad_enabled():
+            return self.captured(inputs, kv)[rows]
         hidden: Tensor = self.decoder(inputs, kv, side, activation_checkpointing)
         return hidden[rows]
 

@@ -54,6 +54,9 @@ EXP_TERMS = (
 EXP_UNDERFLOW = -87.0
 _EXP_OVERFLOW = 89.0
 SUM_BITS = 30  # values fit into int32, and up to 2**23 of them into a float64 sum
+# Maximum terms of the gradient of a norm's weight in a GPU's backward: one per T / 512 rows of T,
+# rounded up, on any GPU. So rows of zeros that fill up T to a multiple of 512 change no term.
+GRADIENT_TERMS = 512
 _SQUARES_BITS = 19
 _BLOCK_ROWS = 128
 # Bits of float64's fraction that float32's lacks, and the middle of two float32 values in them.

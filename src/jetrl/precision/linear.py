@@ -108,10 +108,15 @@ class Linear(nn.Module):
             a, b = self.adapter.a, self.adapter.b
             whole = _AdaptedFunction.apply(x, a, b, weight, plan, self.bias, self.adapter)
             return whole
+        return self.with_bias(self.product(x, side))
+
+    def product(self, x: Tensor, side: Side) -> Tensor:
+        """Return x @ weight^T [T, N] of a rounded weight."""
+        weight, plan = self.operand(side), self.plan.on(side)
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
-        return self.with_bias(y)
+        return y
 
     def with_bias(self, product: Tensor) -> Tensor:
         """Return a product [T, N] plus the bias, if any, in the dtype of the product."""

@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ from jetrl.kernels.decode_state import (
     Verified,
     VerifyInputs,
 )
-from jetrl.memory.device import DeviceBytes
+from jetrl.memory.graphs import GraphCapture, Replay
 from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width
@@ -44,31 +42,6 @@ from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch, padded_context
 from jetrl.rollout.speculation import Speculation
 from jetrl.types import SamplingParams
-
-
-class GraphPool:
-    """CUDA graphs and their memory pool, freed in the right order.
-
-    Torch aborts the process if graphs outlive their pool, and Python collects cycles in any order.
-    So a finalizer, `close`, owns the pool: it waits for the device and resets the graphs first.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.pools = [torch.cuda.MemPool()]
-        self.close = weakref.finalize(self, _free_graphs, self.graphs, self.pools)
-
-
-def _free_graphs(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
-    """Wait for the device, reset all graphs, then free the pools."""
-    # After an error or Ctrl-C, graphs may still run, and torch waits only for the stream of their
-    # capture before it frees their memory. Python may call this during another capture, when
-    # waiting is not possible.
-    if graphs and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
-    while graphs:
-        graphs.pop().reset()
-    pools.clear()
 
 
 @dataclass(frozen=True)
@@ -236,14 +209,12 @@ class GraphForwards(EagerForwards):
     """
 
     def __post_init__(self) -> None:
-        self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
-        self._pool = GraphPool()  # memory of the captured forwards
-        self._held = DeviceBytes(self.buffers.rows.device)
+        self._graphs: dict[ForwardSize, Replay] = {}
+        self._captures = GraphCapture(self.buffers.rows.device)
 
     def close(self) -> None:
         self._graphs.clear()
-        self._pool.close()
-        self._held.bytes = 0
+        self._captures.close()
 
     def prepare(self, size: ForwardSize) -> None:
         # One graph serves all batches and contexts that are padded to its size.
@@ -253,7 +224,7 @@ class GraphForwards(EagerForwards):
 
     def run(self, size: ForwardSize) -> None:
         assert self.cache.ready, "the memory of the pages is unmapped"
-        self._graphs[self._padded(size)].replay()
+        self._graphs[self._padded(size)]()
 
     def _draw(
         self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
@@ -281,7 +252,7 @@ class GraphForwards(EagerForwards):
         longest = min(padded_context(size.longest), limit)
         return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
 
-    def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: ForwardSize) -> Replay:
         """Capture one graph, with idle rows so that no sequence changes."""
         buffers = self.buffers
         rows_before = buffers.rows.clone()
@@ -289,35 +260,15 @@ class GraphForwards(EagerForwards):
         buffers.out.count.zero_()
         torch.cuda.synchronize()
         began = time.perf_counter()  # excludes steps launched before
-        torch.cuda.empty_cache()
-        stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
-        # The first run compiles the kernels of this size and allocates memory in the pool: out of
-        # memory during a capture would leave the allocator of torch unusable.
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pools[0]):
-            self.forward(size)
-        graph = torch.cuda.CUDAGraph()
-        self._pool.graphs.append(graph)
-        # Other threads may call the driver during the capture: watchdog, checkpoint writer.
-        mode = "thread_local"
-        pool = cast(Any, self._pool.pools[0].id)
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
-            self.forward(size)
-        self._held.bytes += _without_tensors(buffers.rows.device) - before
+        self._captures.begin()
+        forward = functools.partial(self.forward, size)
+        self._captures.warm_up(forward)
+        replay = self._captures.capture(forward)
+        self._captures.end()
         buffers.rows.copy_(rows_before)
         self.num_graphs += 1
         self.capture_s += time.perf_counter() - began
-        return graph
-
-
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    """Return the one stream for captures; memory of a pool is bound to its stream."""
-    return torch.cuda.Stream()
-
-
-def _without_tensors(device: torch.device) -> int:
-    """Return the bytes that torch has reserved but no tensor uses."""
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return replay
 
 
 MAX_REPEATS = 16  # maximum forwards per decode step

@@ -287,6 +287,10 @@ class TrainSettings(Section):
     """action if an update has a NaN or infinite loss or gradient"""
     activation_checkpointing: bool = False
     """recompute layers in the backward pass: less memory, about a third more time"""
+    graphs: Literal["off", "auto", "on"] = "off"
+    """launch an update as captured CUDA graphs, which is faster for models below 1B parameters and
+    keeps the memory of a micro-batch. auto: only if no bit can change and the model is small
+    (docs/training.md)"""
     share_prompts: bool | Literal["auto"] = "auto"
     """compute whole 128-token blocks of a prompt once per micro-batch instead of once per sample;
     helps if prompts are long compared with completions. auto: only in updates where it saves at

@@ -19,6 +19,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import TrainSettings
+from jetrl.training.graphs import training_graphs
 from jetrl.training.guard import Guard
 from jetrl.training.loss_math import divided, log_sigmoid, loss_sum, total
 from jetrl.training.micro_batches import (
@@ -69,7 +70,10 @@ class SftTrainer(_Supervised):
         # trainer.
         check_balance(policy.config, settings.train.router_aux_loss)
         loss = partial(_loss, policy, settings.train)
-        self._update = Update(policy, self.optimizer, self.guard, loss=loss, prefix="sft")
+        graphs = training_graphs(policy, settings.train)
+        self._update = Update(
+            policy, self.optimizer, self.guard, loss=loss, prefix="sft", graphs=graphs
+        )
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Run one optimizer update on demonstrations; empty prompts or completions are rejected.

@@ -33,6 +33,7 @@ from jetrl.settings.loading import Settings
 from jetrl.training import loss_math, mismatch
 from jetrl.training.distillation import Distillation
 from jetrl.training.extras import Extra
+from jetrl.training.graphs import training_graphs
 from jetrl.training.guard import Guard
 from jetrl.training.micro_batches import (
     MicroBatch,
@@ -126,6 +127,7 @@ class Trainer:
             prefix="policy",
             watched=("loss", "entropy"),
             synchronize=True,
+            graphs=training_graphs(policy, settings.train),
         )
 
     @property

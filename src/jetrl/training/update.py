@@ -12,6 +12,7 @@ In between, a trainer may read the forward outputs, before any weight has change
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
 from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import Attempt, explained, raise_on_all_ranks, release
 from jetrl.models.model import Model
+from jetrl.training.graphs import UpdateGraphs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.host_math import mean
 from jetrl.training.micro_batches import MicroBatchLoss, Minibatch
@@ -84,7 +86,7 @@ class Update:
 
     `loss` runs a micro-batch's forward and returns its share of the minibatch's loss. The guard
     watches the `watched` metrics and the norms. With `synchronize`, the times of AdamW and
-    requantization are device times.
+    requantization are device times. `graphs` replace launches by captured graphs, bit for bit.
     """
 
     model: Model
@@ -95,6 +97,7 @@ class Update:
     watched: Sequence[str] = ("loss",)
     optimizer_name: str = "the optimizer"
     synchronize: bool = False
+    graphs: UpdateGraphs | None = None
 
     def run(self, minibatch: Minibatch, index: int = 0) -> UpdateStats:
         """Run update `index` of a step: `accumulate`, then `finish`."""
@@ -113,6 +116,8 @@ class Update:
                 self.optimizer.zero_grad()
                 # Gradients are summed in micro-batch order, regardless of which rank computes them.
                 gradients.begin_update()
+                if self.graphs is not None:
+                    self.graphs.begin_update()
                 # Each round processes one micro-batch per rank; in the last round some ranks may
                 # have none.
                 for first in range(0, len(micro_batches), size):
@@ -124,8 +129,7 @@ class Update:
                     # round.
                     with Attempt(catches=size > 1) as forward:
                         for micro_batch in own:
-                            loss = self.loss(micro_batch, minibatch)
-                            loss.loss.backward()
+                            loss = self._passes(micro_batch, minibatch)
                             accumulated.add(self._name("loss"), loss)
                     loss = None  # frees the graph
                     if forward.problem:
@@ -138,13 +142,25 @@ class Update:
             problem = agree(OUT_OF_MEMORY, attempt.problem) if retries else ""
             if not problem:
                 break
+            given_up = self.graphs is not None and self.graphs.give_up(problem)
             release()
             self.optimizer.zero_grad()
+            if given_up:
+                continue
             # Halves the limit for the rest of the run; raises if nothing can be split.
             minibatch.shrink(problem)
         # Launch the norm before the host waits for any value of the update.
-        accumulated.grad_norm = self.optimizer.gradient_norm()
+        norm = self.optimizer.gradient_norm
+        accumulated.grad_norm = norm() if self.graphs is None else self.graphs.gradient_norm(norm)
         return accumulated
+
+    def _passes(self, micro_batch: Any, minibatch: Minibatch) -> MicroBatchLoss:
+        """Run forward and backward of a micro-batch."""
+        graphs = contextlib.nullcontext() if self.graphs is None else self.graphs.running()
+        with graphs:
+            loss = self.loss(micro_batch, minibatch)
+            loss.loss.backward()
+        return loss
 
     def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
         """Apply the accumulated gradients, unless a value of the update is not finite.
@@ -167,7 +183,7 @@ class Update:
         with explained(self.optimizer_name, ADVICE):
             # Master weights change here; forwards see it after requantization.
             optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
-            requantize_s = self._seconds(self.model.requantize)
+            requantize_s = self._seconds((self.graphs or self.model).requantize)
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
 
     def _repeat(self, minibatch: Minibatch) -> None:

@@ -112,7 +112,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, dresidual: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    dresidual: Tensor | None = None,
+    sums: None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
 
