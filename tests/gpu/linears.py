@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ def adapted_policy(
     family: str = "qwen3",
     device: str = "cuda",
     base: str | None = None,
+    changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Policy:
-    """A policy whose adapter has become something."""
-    shape = ModelConfig.from_hf(config(family))
+    """A policy whose adapter has become something; `changes` are keys of config.json."""
+    shape = ModelConfig.from_hf(config(family, **(changes or {})))
     adapter = Adapter.new(shape, LoRA(12, 24.0, **options), 0)
     plan = PrecisionPlan.preset(preset)
     plan = plan if base is None else plan.replace(base=base)

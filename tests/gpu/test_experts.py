@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from linears import gradients
+from linears import adapted_policy, gradients
 from small_models import config, make_policy
 from tests.precision.test_experts import check_dense_bits
 
@@ -88,6 +88,20 @@ def check_sides(p: Policy) -> None:
 def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(backend: str) -> None:
     with selected_backend(backend, defined=True):
         check_against_a_cpu("with dense layers")
+
+
+@pytest.mark.parametrize("plan", ["int8", "unified"])
+def test_adapters_of_experts_sample_as_they_train(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "check_experts", lambda self: None)
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    with selected_backend("hopper"):
+        p = adapted_policy(plan, changes=FAMILIES["qwen3_moe"], targets=targets)
+        check_sides(p)
+        torch.cat(p.logprobs([list(range(5, 205))])).sum().backward()
+        grads = {n: m.grad for n, m in p.master_weights().items() if n.endswith(("_A", "_B"))}
+    assert [name for name, grad in grads.items() if grad is None or not grad.any()] == []
 
 
 @pytest.mark.parametrize("plan", PLANS)

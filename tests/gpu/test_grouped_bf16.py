@@ -13,6 +13,7 @@ from tests.gpu.test_grouped_int8 import LARGE  # noqa: E402
 from tests.kernels.expert_cases import (  # noqa: E402
     FP8_CASES,
     Case,
+    adapted_results,
     compare_bf16,
     different,
     far_from,
@@ -41,6 +42,16 @@ def test_a_layer_is_near_that_of_a_cpu(backend: str) -> None:
     with selected_backend(backend):
         made = {name: one.cpu() for name, one in layer_results(case, CUDA, plan).items()}
     assert far_from(made, want) == dict.fromkeys(want, 0)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("preset", ["bf16", "int8", "unified"])
+def test_adapters_are_near_those_of_a_cpu(preset: str, by_token: bool) -> None:
+    case, plan = Case(100, 4, 9, 256, 384), PrecisionPlan.preset(preset)
+    want = adapted_results(case, torch.device("cpu"), plan, by_token)
+    made = adapted_results(case, CUDA, plan, by_token)
+    found = {name: one.cpu() for name, one in made.items()}
+    assert far_from(found, want) == dict.fromkeys(want, 0)
 
 
 def test_a_graph_captures_products_with_other_groups() -> None:

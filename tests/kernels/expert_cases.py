@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from tests.precision.test_experts import layer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from jetrl.kernels.portable import routing
@@ -21,6 +21,8 @@ from jetrl.kernels.routing import route as reference_route
 from jetrl.kernels.routing_rule import RoutingRule
 from jetrl.precision import PrecisionPlan
 from jetrl.precision import experts as reference
+from jetrl.precision.adapter_experts import adapted_grouped_linear
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.backend import selected_backend
 from jetrl.precision.exact import fma
 from jetrl.precision.groups import Groups, TokenGroups
@@ -126,6 +128,27 @@ def layer_results(
     gradients = {"dx": x.grad, "dweights": weights.grad}
     gradients |= {"up": up.weight.grad, "down": down.weight.grad}
     return made | {name: grad for name, grad in gradients.items() if grad is not None}
+
+
+def adapted_results(
+    case: Case, device: torch.device, plan: PrecisionPlan, by_token: bool
+) -> dict[str, Tensor]:
+    """Return what a layer with two parts of adapters per expert computes, forward and backward."""
+    rows, half, rank = case.experts * case.n, case.n // 2, 8
+    parts = tuple((at, half) for at in range(0, rows, half))
+    shape = AdapterShape(rank, 0.5, rows, case.k, parts)
+    linear = layer(plan, random(rows, case.k, device=device, seed=6) / case.k**0.5)
+    linear.weight.requires_grad_(False)
+    a = nn.Parameter(random(*shape.a_shape, device=device, seed=7) / case.k**0.5)
+    b = nn.Parameter(random(*shape.b_shape, device=device, seed=8))
+    linear.adapter = AdapterWeight("test", a, b, shape, torch.bfloat16)
+    groups = reference.group_rows(chosen_by(case, device), case.experts)
+    entered = case.tokens if by_token else case.tokens * case.slots
+    x = random(entered, case.k, device=device, seed=9).bfloat16().requires_grad_()
+    y = adapted_grouped_linear(x, linear, groups, "train", by_token)
+    y.backward(random(*y.shape, device=device, seed=4).bfloat16())
+    found = {"y": y.detach(), "dx": x.grad, "a": a.grad, "b": b.grad}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def part(q: QTensor, rows: Tensor | slice) -> QTensor:

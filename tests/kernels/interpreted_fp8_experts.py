@@ -16,7 +16,7 @@ import expert_cases
 import numpy as np
 import torch
 
-from jetrl.precision import PrecisionPlan, experts
+from jetrl.precision import PrecisionPlan, adapter_experts, experts
 from jetrl.precision.triton import operations
 
 if __name__ == "__main__":
@@ -32,8 +32,13 @@ if __name__ == "__main__":
         found |= {f"{name}, bf16: {result}": count for result, count in compared.items()}
     case, plan = expert_cases.Case(9, 2, 3, 64, 64), PrecisionPlan.preset("mixed")
     wanted = expert_cases.layer_results(case, cpu, plan)
-    experts.arithmetic_of = lambda _: operations
+    adapted = [expert_cases.adapted_results(case, cpu, plan, on) for on in (True, False)]
+    experts.arithmetic_of = adapter_experts.arithmetic_of = lambda _: operations
     made = expert_cases.layer_results(case, cpu, plan)
     far = expert_cases.far_from(made, wanted)
     found |= {f"bf16 layer: {name}": count for name, count in far.items()}
+    for by_token, wanted in zip((True, False), adapted, strict=True):
+        made = expert_cases.adapted_results(case, cpu, plan, by_token)
+        far = expert_cases.far_from(made, wanted)
+        found |= {f"bf16 adapter, {by_token}: {name}": count for name, count in far.items()}
     print(json.dumps(found))

@@ -62,6 +62,7 @@ def experts(shape: str, plan: str) -> None:
     """BF16 products of experts at Qwen3-30B-A3B's shape and an odd one, for all sizes of tiles."""
     from jetrl.precision.groups import Groups
     from jetrl.precision.triton.grouped_bf16 import (
+        add_bf16_grouped_product,
         add_bf16_grouped_wgrad,
         bf16_grouped_dgrad,
         bf16_grouped_matmul,
@@ -77,6 +78,11 @@ def experts(shape: str, plan: str) -> None:
             total = portable_matrix.floats(count * n, k)
             add_bf16_grouped_wgrad(total, dy, x, groups, by_token)
         bf16_grouped_dgrad(dy, weight, groups)
+        for rank in (16, 64):
+            u, up = compile_kernels.empty(len(dy), 2 * rank), compile_kernels.empty(count, n, rank)
+            half = slice(n // 2, n)
+            add_bf16_grouped_product(dy[:, half], u[:, rank:], up[:, half], groups, False)
+            add_bf16_grouped_product(u[:, rank:], dy[:, half], up[:, half], groups, True)
 
 
 PIECES: dict[str, Callable[[str, str], None]] = {

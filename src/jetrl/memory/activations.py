@@ -132,7 +132,9 @@ def kept_bytes(
         layers.append(2 * entered + mixer + block)
     if lora is not None:
         for name, shape in lora.shapes(config).items():
-            layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank
+            number, linear = int(name.split(".")[1]), name.split(".")[2]
+            values = config.layers[number].block.adapter_values
+            layers[number] += wide * values(linear, len(shape.parts), shape.padded_rank)
     # A layer has two inputs, the residual stream and a delta; the first has only one.
     inputs_only = (2 * config.num_layers - 1) * wide * hidden
     kept = inputs_only + max(layers) if recomputed else sum(layers)

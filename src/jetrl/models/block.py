@@ -97,6 +97,10 @@ class Block(LayerHalf):
         `inputs`: whether the inputs of linear layers are saved; otherwise they are recomputed.
         """
 
+    def adapter_values(self, linear: str, parts: int, width: int) -> int:
+        """Return the values per token saved for a linear layer with parts of `width` columns."""
+        return parts * width
+
     @abstractmethod
     def forward_values(self, hidden: int, adapted: bool) -> int:
         """Return the maximum number of values per token held by a forward without gradients."""

@@ -151,6 +151,13 @@ class ExpertsShape(Block):
         slots = self.num_experts_per_tok * ((3 if inputs else 2) * self.width + hidden + 4)
         return slots + entered + 2 * self.num_experts
 
+    def adapter_values(self, linear: str, parts: int, width: int) -> int:
+        if linear not in self.by_name:
+            return parts * width
+        # Per slot: the parts of one expert, and SwiGLU's output for A of `down`.
+        entered = self.width if linear == "down" else 0
+        return self.num_experts_per_tok * (-(-parts // self.num_experts) * width + entered)
+
     def forward_values(self, hidden: int, adapted: bool) -> int:
         slots = self.num_experts_per_tok * (3 * self.width + 2 * hidden + 4)
         shared = 3 * self.shared_width + (2 * hidden if self.shared_width else 0)

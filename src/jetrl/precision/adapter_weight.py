@@ -42,6 +42,13 @@ class AdapterShape:
         """The shape [rows of all parts, r] of the master weight B."""
         return sum(count for _, count in self.parts), self.rank
 
+    def parts_of_each(self, count: int) -> tuple[tuple[int, int], ...]:
+        """Return the parts of each of `count` stacked matrices, if all have the same; else ()."""
+        own, starts = self.parts[: len(self.parts) // count], range(0, self.num_rows)
+        starts = starts[:: self.num_rows // count]
+        same = tuple((start + first, size) for start in starts for first, size in own)
+        return own if same == self.parts else ()
+
 
 class AdapterWeight:
     """The master weights of an adapter together with what both sides multiply by.

@@ -4,6 +4,8 @@
     DGrad   the same with the transposed matrix: `bf16_grouped_dgrad`
     WGrad   the sum over a group's rows, added in float32: `add_bf16_grouped_wgrad`
 
+`add_bf16_grouped_product` adds such products to rows of another matrix.
+
 Grids, tiles and sizes of groups are as in `triton.grouped_int8`. Each sum is one float32 loop over
 K, N or the rows of a group, in order. Tiles have 64 or 128 rows, so that a Hopper multiplies by
 wgmma: a row has the same bits in a tile of either size, those of a dense layer in
@@ -51,17 +53,24 @@ def _product_kernel(
     out_ptr,
     N,
     K,
+    x_stride,
+    w_expert,
+    out_stride,
     experts,
     EXPERTS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     TURNED: tl.constexpr,
+    ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SIDE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute a tile of rows of one group, times its matrix: [N, K], or [K, N] if TURNED."""
+    """Compute a tile of rows of one group, times its matrix: [N, K], or [K, N] if TURNED.
+
+    ADDED: add it, rounded to the dtype of the output.
+    """
     tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
     down = tl.sum(tiles, 0)
     across = tl.cdiv(N, COLUMNS)
@@ -75,8 +84,8 @@ def _product_kernel(
     if BY_TOKEN:
         sources = tl.load(tokens_ptr + rows, mask=rows < end, other=0)
     along = tl.arange(0, DEPTH)
-    a = pointers(x_ptr, sources, along, K)
-    matrix = w_ptr + expert.to(tl.int64) * N * K
+    a = pointers(x_ptr, sources, along, x_stride)
+    matrix = w_ptr + expert.to(tl.int64) * w_expert
     b = pointers(matrix, along, columns, N) if TURNED else pointers(matrix, columns, along, K)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, K, DEPTH):
@@ -90,7 +99,12 @@ def _product_kernel(
             b += DEPTH
         sums = tl.dot(x, w, sums)
     y = sums.to(out_ptr.dtype.element_ty)
-    tl.store(pointers(out_ptr, rows, columns, N), y, mask=within(rows, end, columns, N))
+    places = pointers(out_ptr, rows, columns, out_stride)
+    mask = within(rows, end, columns, N)
+    if ADDED:
+        before = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        y = (before + y.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(places, y, mask=mask)
 
 
 @triton.jit
@@ -148,37 +162,50 @@ def bf16_grouped_matmul(
 
     Both are bfloat16; X is [T, K] if `by_token`, else [R, K]. `tile` changes no bits.
     """
-    out = torch.empty(
-        len(groups.tokens), len(w) // groups.num_experts, dtype=out_dtype, device=x.device
-    )
-    assert x.shape[1] == w.shape[1], f"products along {x.shape[1]} and {w.shape[1]} values"
-    _product(x, w, groups, out, by_token=by_token, turned=False, tile=tile)
+    matrices = w.unflatten(0, (groups.num_experts, -1))
+    shape = len(groups.tokens), matrices.shape[1]
+    out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    _product(out, x, matrices, groups, by_token=by_token, tile=tile)
     return out
 
 
 def bf16_grouped_dgrad(dy: Tensor, w: Tensor, groups: Groups, tile: Tile | None = None) -> Tensor:
     """Return dX, bfloat16 [R, K], of dY [R, N] and the weight [E * N, K], both bfloat16."""
-    assert groups.num_experts * dy.shape[1] == len(w), f"{dy.shape} and {w.shape}"
     out = torch.empty(len(dy), w.shape[1], dtype=torch.bfloat16, device=dy.device)
-    _product(dy, w, groups, out, by_token=False, turned=True, tile=tile)
+    matrices = w.unflatten(0, (groups.num_experts, -1))
+    _product(out, dy, matrices, groups, turned=True, tile=tile)
     return out
 
 
+def add_bf16_grouped_product(
+    out: Tensor, x: Tensor, matrices: Tensor, groups: Groups, turned: bool
+) -> None:
+    """Add rows of x times the matrices of their experts, rounded to bfloat16, to `out` [R, N].
+
+    All are bfloat16, also columns of tensors: x [R, K] and matrices [E, N, K], or [E, K, N] if
+    `turned`.
+    """
+    _product(out, x, matrices, groups, turned=turned, added=True)
+
+
 def _product(
+    out: Tensor,
     x: Tensor,
     w: Tensor,
     groups: Groups,
-    out: Tensor,
     *,
-    by_token: bool,
-    turned: bool,
-    tile: Tile | None,
+    by_token: bool = False,
+    turned: bool = False,
+    added: bool = False,
+    tile: Tile | None = None,
 ) -> None:
-    """Write rows of x times the matrices of their experts, transposed if `turned`."""
+    """Write or add rows of x times the matrices w [E, N, K], or [E, K, N] if `turned`."""
     (rows, columns), experts, k = out.shape, groups.num_experts, x.shape[1]
-    for operand in (x, w):
-        assert operand.dtype == torch.bfloat16, f"values of {operand.dtype}"
-        assert operand.is_contiguous(), f"strides {operand.stride()}"
+    shape = (experts, k, columns) if turned else (experts, columns, k)
+    assert w.shape == shape, f"matrices {w.shape}, not {shape}"
+    assert x.dtype == w.dtype == torch.bfloat16, f"values of {x.dtype} and {w.dtype}"
+    assert x.stride(1) == out.stride(1) == 1, f"strides {x.stride()} and {out.stride()}"
+    assert w.stride()[1:] == (shape[2], 1), f"strides {w.stride()}"
     assert len(x) == (len(groups.places) if by_token else rows), f"{len(x)} rows of X"
     if not rows:
         return
@@ -192,10 +219,14 @@ def _product(
         out,
         columns,
         k,
+        x.stride(0),
+        w.stride(0),
+        out.stride(0),
         experts,
         triton.next_power_of_2(experts),
         by_token,
         turned,
+        added,
         tile.rows,
         tile.columns,
         tile.depth,

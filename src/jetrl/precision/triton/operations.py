@@ -12,6 +12,7 @@ from jetrl.precision.triton.bf16 import bf16_matmul_free
 from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
 from jetrl.precision.triton.float_tiles import bf16_matmul, fp8_matmul
 from jetrl.precision.triton.grouped_bf16 import (
+    add_bf16_grouped_product,
     add_bf16_grouped_wgrad,
     bf16_grouped_dgrad,
     bf16_grouped_matmul,
