@@ -93,6 +93,7 @@ class UpdateGraphs:
     def __init__(self, model: Model, captures: Captures) -> None:
         self._model, self._captures = model, captures
         self._decoder = DecoderGraphs(model.decoder, captures)
+        self._trained: list[Tensor] = []  # master weights that have gradients
         self._gradients: StaticGradients | None = None
         self._norm: tuple[Replay, Tensor] | None = None
         self._requantize: Replay | None = None
@@ -120,6 +121,8 @@ class UpdateGraphs:
     def begin_update(self) -> None:
         """Attach the gradients, which are -0, to the master weights, from the second update on."""
         # The optimizer has dropped them at the end of the update before.
+        if self._gradients is None and self._trained and not self._closed:
+            self._gradients = StaticGradients(self._model, self._trained)
         if self._gradients is not None:
             self._gradients.attach()
 
@@ -139,9 +142,10 @@ class UpdateGraphs:
         if self._closed:
             return compute()
         if self._gradients is None:
-            norm = compute()
-            self._gradients = StaticGradients(self._model)
-            return norm
+            # Buffers and unused weights have no gradient, and AdamW skips them.
+            masters = self._model.master_weights().values()
+            self._trained = [master for master in masters if master.grad is not None]
+            return compute()
         # The first update has compiled, and its gradients have shown which addresses are needed.
         if self._norm is None:
             self._norm = self._captured(compute)
@@ -174,9 +178,7 @@ class UpdateGraphs:
 class StaticGradients:
     """Gradients of master weights at fixed addresses, in one buffer."""
 
-    def __init__(self, model: Model) -> None:
-        # Buffers and unused weights have no gradient, and AdamW skips them.
-        masters = [m for m in model.master_weights().values() if m.grad is not None]
+    def __init__(self, model: Model, masters: Sequence[Tensor]) -> None:
         sizes = [-(-m.numel() // _ALIGNED) * _ALIGNED for m in masters]
         self._flat = torch.zeros(sum(sizes), device=model.device)
         parts = self._flat.split(sizes)
