@@ -146,7 +146,7 @@ def test_the_document_has_the_table() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("algorithm.name=dpo", "no preference optimization"),
+        ("algorithm.name=dpo", "jetrl sft --task dpo"),
         ("early_stop=3", "checkpoint.keep_best keeps the best"),
         ("algorithm.early_stop=3", "checkpoint.keep_best keeps the best"),
         ("length_penalty=1", "algorithm.overlong_buffer is a penalty"),

@@ -50,9 +50,8 @@ _NO_COMMAND = {
     "pretrain": "jetrl does not pretrain: `jetrl sft` fine-tunes, `jetrl train` is for RL",
     **dict.fromkeys(("finetune", "fine-tune"), "`jetrl sft` fine-tunes on demonstrations"),
     **dict.fromkeys(("grpo", "ppo", "rl"), "write `jetrl train`, with algorithm.name=NAME"),
-    **dict.fromkeys(
-        ("dpo", "kto"), "jetrl has no preference optimization: `jetrl train` is for RL"
-    ),
+    "dpo": "`jetrl sft --task dpo` trains on preference pairs",
+    "kto": "of preference optimization jetrl has DPO, `jetrl sft --task dpo`",
     "rm": "`jetrl sft --task reward` trains a reward model",
     **dict.fromkeys(
         ("generate", "chat", "infer"), "`jetrl sample` generates text, `jetrl serve` over HTTP"

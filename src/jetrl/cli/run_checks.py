@@ -222,12 +222,13 @@ def _how_to_continue(run: RunDirectory) -> list[Finding]:
 
 
 def _command(run: RunDirectory) -> str:
-    """Return the command that started the run: train, sft, or sft --task reward."""
+    """Return the command that started the run: train, sft, or sft --task reward or dpo."""
     attempts = run.attempts()
     text = attempts[-1].command if attempts else ""
     if "sft" not in text.split()[:3]:
         return "train"
-    return "sft --task reward" if re.search("--task[ =]reward", text) else "sft"
+    task = re.search("--task[ =](reward|dpo)", text)
+    return f"sft --task {task[1]}" if task else "sft"
 
 
 def _where(status: Status | None, attempt: Attempt) -> str:

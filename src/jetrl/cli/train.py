@@ -353,8 +353,10 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         if resume:
             stack.enter_context(trust_only())
         machine = planned_machine(args, settings)
-        if getattr(args, "task", None) == "reward":
-            checked: TrainingContext = check_pairs(settings, resume or None, machine)
+        task = getattr(args, "task", None)
+        if task in ("reward", "dpo"):
+            dpo = task == "dpo"
+            checked: TrainingContext = check_pairs(settings, resume or None, machine, dpo)
         else:
             checked = check_run(settings, stack, resume or None, machine)
     yield f"# memory plan{_of_gpus(args, machine)}"
@@ -385,6 +387,7 @@ def _unread(settings: Settings, resume: bool) -> Iterator[str]:
         f"the weights of {settings.model.path}": settings.model.path,
         "the weights of the reference": settings.reference.path,
         "the weights of the critic": settings.critic.path,
+        "the weights of the teacher": settings.teacher.path,
         "the weights of the reward model": settings.reward.model_path,
         f"the tensors of {settings.adapter.path}": settings.adapter.path,
         "the run's checkpoints": resume,

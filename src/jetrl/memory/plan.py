@@ -99,6 +99,7 @@ class Workload:
             continued completions).
         most_held: Maximum tokens of all sequences together; None if all may be the longest.
         prompt: Tokens of the longest prompt.
+        reference: Whether an update without sampling forwards a frozen reference (DPO).
     """
 
     sequences: int
@@ -109,6 +110,7 @@ class Workload:
     continues: bool = False
     most_held: int | None = None
     prompt: int = 0
+    reference: bool = False
 
     @staticmethod
     def of(
@@ -140,14 +142,15 @@ class Workload:
         )
 
     @staticmethod
-    def of_pairs(settings: Settings, longest: int) -> Workload:
-        """Return the workload of reward-model training on sequences of up to `longest` tokens."""
+    def of_pairs(settings: Settings, longest: int, reference: bool = False) -> Workload:
+        """Return the workload of training on pairs of sequences of up to `longest` tokens."""
         return Workload(
             sequences=0,
             tokens=longest,
             trained=2 * settings.sft.examples_per_step,
             prompts=0,
             together=2,
+            reference=reference,
         )
 
     def of_a_rank(self, settings: Settings, cards: int) -> Workload:
@@ -220,6 +223,14 @@ class MemoryPlan:
             self._add_other_weights()
             self._add_rollout(free)
             self._add_forwards()
+        elif load.reference:
+            reference_config = self._others.reference or config
+            if self._lora is None or self._others.reference is not None:
+                size = quantized_bytes(reference_config, self._plan, sides=("train",))
+                self._add("reference: quantized weights only", size)
+            most = self.micro_batch.tokens
+            size = activations.forward_bytes(reference_config, self._plan, most)
+            self._add(f"reference: a forward of {most} tokens", size, "backward")
         self._add_training("", "backward", "optimizer", config, self._plan, self._lora)
         if self._on_gpu:
             self._add("libraries", _LIBRARIES)

@@ -210,8 +210,9 @@ def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) 
             pieces.extend([(f"  {label} ", QUIET), (form(metrics[name]), style)])
 
     add("loss", "sft/loss", lambda v: f"{v:.4f}")
-    add("right", "reward_model/accuracy", percent)
-    add("eval", "reward_model/eval_accuracy", percent, "bold cyan")
+    for pairs in ("reward_model", "dpo"):
+        add("right", f"{pairs}/accuracy", percent)
+        add("eval", f"{pairs}/eval_accuracy", percent, "bold cyan")
     add("reward", "reward/mean", lambda v: f"{v:.3f}")
     for name in sorted(metrics):
         if is_eval_mean(name):

@@ -35,7 +35,11 @@ DEFAULT_METRICS = (
     *("reward/mean", "eval", "response_length/mean", "policy/entropy"),
     *("mismatch/mean_abs_logprob_diff", "timing/step_s"),
 )
-_ACCURACIES = ("reward_model/accuracy", "reward_model/eval_accuracy")
+_ACCURACIES = {
+    f"{pairs}/{name}": words
+    for pairs in ("reward_model", "dpo")
+    for name, words in {"accuracy": "of the update", "eval_accuracy": "eval"}.items()
+}
 SUPERVISED_METRICS = ("sft/loss", *_ACCURACIES, "sft/grad_norm")
 PANEL_INCHES = (5.2, 2.9)
 
@@ -226,7 +230,7 @@ PHASES = {
 def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf:
 
     def chart_of(records: Records) -> Chart | None:
-        supervised = any(name.startswith(("sft/", "reward_model/")) for name in names)
+        supervised = any(name.startswith(("sft/", "reward_model/", "dpo/")) for name in names)
         records = in_phase(records, "sft" if supervised else "rl")
         present = {label: name for name, label in names.items() if any(name in r for r in records)}
         curves = {label: series(records, name) for label, name in present.items()}
@@ -374,12 +378,7 @@ CHARTS: tuple[ChartOf, ...] = (
         {"memory/rollout_peak_gib": "rollout", "memory/update_peak_gib": "update"},
     ),
     _lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
-    _lines(
-        "pairs",
-        "Pairs ranked correctly",
-        "share",
-        {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "eval"},
-    ),
+    _lines("pairs", "Pairs ranked correctly", "share", _ACCURACIES),
 )
 
 

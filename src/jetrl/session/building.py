@@ -147,6 +147,27 @@ def _frozen(
     return reference
 
 
+def dpo_reference(settings: Settings, policy: Policy, alphabet: str | None) -> Policy:
+    """Return the frozen reference of DPO: reference.path, or the model that training starts from.
+
+    It has only quantized weights, in the formats of the policy's plan. Raises UserError if an
+    adapter's own base is not where training starts.
+    """
+    reference = read_reference(settings, policy)
+    if reference is not None:
+        return reference
+    # Built again, not copied: a resumed run has the same one.
+    if policy.lora is None:
+        source = open_source(settings, alphabet, str(policy.device))
+        reference = Policy(source, policy.plan, policy.device, frozen=True)
+        if settings.reference.offload:
+            reference.offload()
+        return reference
+    if settings.adapter.path or settings.adapter.changes_base:
+        raise UserError("DPO: training starts from another model than the base; set reference.path")
+    return policy.base()
+
+
 def build_teacher(settings: Settings, policy: Policy) -> Policy:
     """Return the frozen model at teacher.path, in the formats of the policy's plan.
 

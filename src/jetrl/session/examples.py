@@ -10,10 +10,10 @@ from jetrl.models.chat import encode_turns
 from jetrl.models.model import Model
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.tasks import Task
-from jetrl.training.sft import Pair
+from jetrl.training.sft import ExamplePair, Pair
 from jetrl.types import Example, Turn
 
-AnyExample = TypeVar("AnyExample", Example, Pair)
+AnyExample = TypeVar("AnyExample", Example, Pair, ExamplePair)
 
 
 def demonstration(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
@@ -32,10 +32,16 @@ def demonstration(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     """Return the task's two completions of a prompt as full sequences with end tokens."""
+    better, worse = preference_examples(task, model, encoded)
+    return (*better.prompt, *better.completion), (*worse.prompt, *worse.completion)
+
+
+def preference_examples(task: Task, model: Model, encoded: EncodedPrompt) -> ExamplePair:
+    """Return the task's better and worse completion of a prompt, with end tokens."""
     texts = task.preference(encoded.prompt)
     if texts is None or model.tokenizer is None:
         raise UserError(
-            f"a reward model needs pairs, and task {task.label} has none for prompt "
+            f"a reward model or DPO needs pairs, and task {task.label} has none for prompt "
             f"{encoded.prompt.id!r}; give it a preference method, or set task.options.chosen and "
             "task.options.rejected"
         )
@@ -43,9 +49,8 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     if not is_pair or not all(isinstance(text, str | Mapping) for text in texts):
         where = f"task {task.label}, prompt {encoded.prompt.id!r}"
         raise UserError(f"{where}: its preference is not a pair of texts or messages")
-    # Both sequences share the prompt; scores are read at the last token.
-    examples = [_encoded(model, encoded, [Turn(text)], "completion") for text in texts]
-    better, worse = ((*example.prompt, *example.completion) for example in examples)
+    # Both sequences share the prompt; a reward model's scores are read at the last token.
+    better, worse = (_encoded(model, encoded, [Turn(text)], "completion") for text in texts)
     return better, worse
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model, check_device
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
-from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import model_config
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import REFERENCE
@@ -40,12 +40,18 @@ from jetrl.session.building import (
     build_teacher,
     check_kept,
     device_of,
+    dpo_reference,
     end_token_notes,
     read_reference,
     teacher_prompts,
     value_model,
 )
-from jetrl.session.examples import demonstration, preference_pair, trained_examples
+from jetrl.session.examples import (
+    demonstration,
+    preference_examples,
+    preference_pair,
+    trained_examples,
+)
 from jetrl.session.parity import require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder, with_steps
@@ -59,7 +65,6 @@ from jetrl.tasks import Scorer, Task, build_task
 from jetrl.tasks.registry import trained_on
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.objectives import Objective
-from jetrl.training.sft import Pair
 from jetrl.types import PromptInputs
 
 WARNING = "warning: "  # prefix of notes that are warnings
@@ -115,11 +120,10 @@ class TrainingContext:
 
 
 @dataclass(kw_only=True)
-class RewardContext(TrainingContext):
-    """Model and data of reward-model training."""
+class PairContext(TrainingContext):
+    """Model and data of training on pairs: a reward model, or a policy by DPO."""
 
-    model: ScalarModel
-    eval_pairs: list[Pair]
+    eval_pairs: list[Any]
 
 
 @dataclass(kw_only=True)
@@ -226,28 +230,37 @@ def check_run(
 
 
 def check_pairs(
-    settings: Settings, resume: bool | None = None, machine: Machine | None = None
-) -> RewardContext:
-    """Run all checks of reward-model training that need no weights."""
+    settings: Settings,
+    resume: bool | None = None,
+    machine: Machine | None = None,
+    dpo: bool = False,
+) -> PairContext:
+    """Run all checks of training on pairs that need no weights: a reward model, or `dpo`."""
     machine = machine or Machine.here(settings)
     plan = PrecisionPlan.from_settings(settings.precision)
     _check_place(settings, plan, resume, machine.cards)
-    _refuse_undefined("training a reward model", plan)
-    config = model_config(settings).with_scalar_head()
-    others = OtherModels()
+    _refuse_undefined("training on pairs", plan)
+    config = model_config(settings)
+    config = config if dpo else config.with_scalar_head()
+    others = OtherModels.of(settings) if dpo else OtherModels()
     # Lower bound: without pairs.
-    _planned(settings, config, others, Workload.of_pairs(settings, 1), machine)
+    _planned(settings, config, others, Workload.of_pairs(settings, 1, dpo), machine)
     check_device(config, plan, torch.device(machine.device), elsewhere=machine.elsewhere)
     # Read every pair now, so that problems are reported before weights are loaded.
     task = build_task(settings.task)
-    model = build_scalar_model(settings, plan, task.alphabet, "meta")
+    # DPO needs prompts apart from completions; a reward model scores whole sequences.
+    build = build_policy if dpo else build_scalar_model
+    model = build(settings, plan, task.alphabet, "meta")
     prompts = _training_prompts(settings, model, task)
     eval_prompts = _eval_prompts(settings, model, task)
-    eval_pairs = [preference_pair(task, model, encoded) for encoded in eval_prompts]
-    pairs = [*trained_examples(preference_pair, build_task(settings.task), model, prompts)]
+    pair_of: Callable[..., Any] = preference_examples if dpo else preference_pair
+    eval_pairs = [pair_of(task, model, encoded) for encoded in eval_prompts]
+    pairs = [*trained_examples(pair_of, build_task(settings.task), model, prompts)]
     longest = max(len(sequence) for pair in (*pairs, *eval_pairs) for sequence in pair)
-    load = Workload.of_pairs(settings, longest)
-    run = RewardContext(
+    if isinstance(model, Policy):
+        dpo_reference(settings, model, task.alphabet)
+    load = Workload.of_pairs(settings, longest, dpo)
+    run = PairContext(
         settings=settings,
         machine=machine,
         model=model,
@@ -521,12 +534,15 @@ def open_context(
     return run
 
 
-def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
-    """Check reward-model training, then load its model."""
-    run = check_pairs(settings, resume)
+def open_pair_context(
+    settings: Settings, resume: bool | None = None, dpo: bool = False
+) -> PairContext:
+    """Check training on pairs, then load its model."""
+    run = check_pairs(settings, resume, dpo=dpo)
     began = time.monotonic()
-    advice = "`jetrl sft --task reward --dry-run` prints the memory plan"
+    advice = "`jetrl sft --dry-run` with the same --task prints the memory plan"
+    build = build_policy if dpo else build_scalar_model
     with explained("loading the model", advice):
-        run.model = build_scalar_model(settings, run.model.plan, run.task.alphabet)
+        run.model = build(settings, run.model.plan, run.task.alphabet)
     run.loading = f"models loaded in {time.monotonic() - began:.1f} s"
     return run

@@ -1,6 +1,7 @@
-"""Supervised updates: the warm-up before RL, and reward-model training.
+"""Supervised updates: the warm-up before RL, reward-model training, and DPO.
 
-They differ in trainer, examples and eval metric. A reward model (`jetrl sft --task reward`) is the
+They differ in trainer, examples and eval metric. DPO (`jetrl sft --task dpo`) trains the policy of
+[model] on the same pairs as a reward model. A reward model (`jetrl sft --task reward`) is the
 decoder of [model] with a new head or its own, trained on pairs from `Task.preference` and written
 as a Hugging Face ...ForSequenceClassification directory.
 """
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import TimeLimitReached
+from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.runs.digest import as_metric
-from jetrl.session.examples import preference_pair
-from jetrl.session.open import open_reward_context
+from jetrl.session.building import dpo_reference
+from jetrl.session.examples import preference_examples, preference_pair
+from jetrl.session.open import open_pair_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import joined_in_script
 from jetrl.session.sampling import EncodedPrompt
@@ -26,7 +29,7 @@ from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
+from jetrl.training.sft import DpoTrainer, Pair, RewardTrainer, SftTrainer
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class SupervisedUpdates:
     """
 
     run: TrainingRun
-    trainer: SftTrainer | RewardTrainer
+    trainer: SftTrainer | RewardTrainer | DpoTrainer
     example_of: Callable[[Task, Any, EncodedPrompt], Any]
     evaluate: Callable[[], float]
     before_update: Callable[[int], None] = lambda update: None
@@ -83,7 +86,7 @@ class SupervisedUpdates:
         """Load the last checkpoint, if any; return the number of completed updates."""
         run, trainer = self.run, self.trainer
         update, notes = run.checkpoints.load_supervised(run.context.model, trainer.optimizer)
-        title = "reward model" if self.eval_metric else "sft"
+        title = _TITLES.get(self.eval_metric or "", "sft")
         run.display.show_updates(title, run.settings.sft.steps, update)
         run.display.note(*notes)
         if update > 0:  # the micro-batch size comes from the checkpoint
@@ -126,9 +129,12 @@ class SupervisedUpdates:
             raise TimeLimitReached(f"{run.stops.reason}; continue with --resume")
 
 
+_TITLES = {"reward_model/eval_accuracy": "reward model", "dpo/eval_accuracy": "dpo"}
+
+
 @dataclass(frozen=True)
-class RewardResult:
-    """Outcome of reward-model training; `accuracy`: fraction of eval pairs ranked correctly."""
+class PairResult:
+    """Outcome of training on pairs; `accuracy`: fraction of eval pairs ranked correctly."""
 
     run_path: Path
     model_path: Path
@@ -136,9 +142,17 @@ class RewardResult:
     pairs: int
 
 
+def train_dpo(
+    settings: Settings, out: str | Path | None = None, resume: bool = False
+) -> PairResult:
+    """Train a policy on pairs of completions by DPO, like `train_reward_model`."""
+    with joined_in_script(settings, resume) as resumed:
+        return _train(settings, out, resumed, dpo=True)
+
+
 def train_reward_model(
     settings: Settings, out: str | Path | None = None, resume: bool = False
-) -> RewardResult:
+) -> PairResult:
     """Train a reward model; write it to the run directory, and to `out` if given.
 
     Runs `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on eval
@@ -146,16 +160,23 @@ def train_reward_model(
     errors of `loop.train`, and UserError for a task without pairs.
     """
     with joined_in_script(settings, resume) as resumed:
-        return _train(settings, out, resumed)
+        return _train(settings, out, resumed, dpo=False)
 
 
-def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardResult:
-    """Train a reward model (see `train_reward_model`) once the ranks are joined."""
+def _train(settings: Settings, out: str | Path | None, resume: bool, dpo: bool) -> PairResult:
+    """Train on pairs (see `train_reward_model`) once the ranks are joined."""
     began = time.monotonic()
     settings = settings_of_attempt(settings, resume)
-    context = open_reward_context(settings, resume)
+    context = open_pair_context(settings, resume, dpo)
+    model = context.model
     size = MicroBatchSize.of(settings.train, context.memory.tokens)
-    trainer = RewardTrainer(context.model, settings, size)
+    trainer: RewardTrainer | DpoTrainer
+    if isinstance(model, ScalarModel):
+        trainer = RewardTrainer(model, settings, size)
+    else:
+        assert isinstance(model, Policy), "DPO trains a policy"
+        reference = dpo_reference(settings, model, context.task.alphabet)
+        trainer = DpoTrainer(model, reference, settings, size)
     with contextlib.ExitStack() as stack:
         run = TrainingRun(context, stack, resume, began)
         run.checkpoints.components.register("micro_batches", size)
@@ -166,20 +187,23 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
 
         def eval_accuracy() -> float:
             with run.phases.phase("eval"):
-                return accuracy(context.model, context.eval_pairs, size.tokens)
+                if isinstance(trainer, DpoTrainer):
+                    return trainer.accuracy(context.eval_pairs)
+                return accuracy(trainer.model, context.eval_pairs, size.tokens)
 
         updates = SupervisedUpdates(
             run,
             trainer,
-            example_of=preference_pair,
+            example_of=preference_examples if dpo else preference_pair,
             evaluate=eval_accuracy,
-            eval_metric="reward_model/eval_accuracy",
+            eval_metric="dpo/eval_accuracy" if dpo else "reward_model/eval_accuracy",
         )
         value = updates.train()
         assert value is not None, "the accuracy is measured after the last update"
-        # Keep FP32: BF16 scores would misorder close completions.
-        model_path = run.export("float32", out)
-        return RewardResult(run.directory.path, model_path, value, len(context.eval_pairs))
+        # Keep a reward model in FP32: BF16 scores would misorder close completions.
+        rounds = dpo and not model.plan.reads_masters
+        model_path = run.export("bfloat16" if rounds else "float32", out)
+        return PairResult(run.directory.path, model_path, value, len(context.eval_pairs))
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

@@ -218,8 +218,8 @@ DYNAMIC_SAMPLING_ROUNDS = 4
 _ELSEWHERE = {  # names from other libraries
     **dict.fromkeys(
         ("dpo", "kto", "orpo", "ipo", "simpo"),
-        ": jetrl has no preference optimization; `jetrl sft --task reward` trains a reward model "
-        "on pairs, and reward.model_path uses it in RL",
+        ": of preference optimization jetrl has DPO, `jetrl sft --task dpo`; `jetrl sft --task "
+        "reward` trains a reward model on pairs, and reward.model_path uses it in RL",
     ),
     "sft": ": supervised training is a command, `jetrl sft`",
 }

@@ -166,6 +166,11 @@ class AdapterSettings(Section):
         if precision.preset == "fp32" and self.noise_start:
             yield "adapter.noise_start needs rounded weights: precision.preset = fp32 has none"
 
+    @property
+    def changes_base(self) -> bool:
+        """Return True if parameters of the base are trained, too."""
+        return self.train_embeddings or self.train_norms or self.train_head
+
     def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
         """Yield messages about RL settings that an adapter does not support."""
         if self.kind is None:
@@ -174,8 +179,7 @@ class AdapterSettings(Section):
             yield "algorithm.calibrate_clip_every needs master weights: set it to 0 with an adapter"
         if reference.path is None and reference.offload:
             yield "reference.offload: an adapter's reference is the policy's own base; leave it out"
-        changes_base = self.train_embeddings or self.train_norms or self.train_head
-        if reference.path is None and algorithm.kl and changes_base:
+        if reference.path is None and algorithm.kl and self.changes_base:
             what = "the base, which adapter.train_embeddings, train_norms and train_head change"
             instead = "set reference.path to the model's directory"
             yield f"algorithm.kl measures against {what}: {instead}"

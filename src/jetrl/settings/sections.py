@@ -334,6 +334,8 @@ class SftSettings(Section):
     """linear warm-up, in optimizer updates"""
     schedule: Schedule = "constant"
     """learning-rate schedule after warm-up"""
+    dpo_beta: PositiveFloat = 0.1
+    """of `jetrl sft --task dpo`: a smaller one lets the policy move farther from the reference"""
     until: float | None = None
     """stop early once the mean reward on the eval set reaches this value. Default: never"""
     check_every: Positive = 25

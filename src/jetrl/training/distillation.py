@@ -92,8 +92,10 @@ class Distillation:
             advantages: float32 [N], by the rewards.
             rollout_logprobs: The sampler's, float32 [N].
         """
+        # The teacher may read another prompt before the same completion.
         own, asked = self.settings, with_prompts(batch, self.prompts) if self.prompts else batch
         advantages = own.reward * advantages
+        # A KL of the vocabulary is a loss of its own; one of drawn tokens is an advantage.
         if own.kl == "vocabulary":
             kl = self._vocabulary_kl(student, hidden, self._hidden(asked))
             return Distilled(advantages, kl, own.weight, uses_draws=own.reward > 0)

@@ -1,6 +1,6 @@
-"""Supervised training: a policy on demonstrations, or a reward model on preference pairs.
+"""Supervised training: a policy on demonstrations or preference pairs, a reward model on pairs.
 
-Both use the same forward and precision as reinforcement learning.
+All use the same forward and precision as reinforcement learning.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.distributed.world import world
 from jetrl.models.experts import observed_routes
 from jetrl.models.model import Model
-from jetrl.models.packed import pack
+from jetrl.models.packed import pack, upload
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import TrainSettings
 from jetrl.training.graphs import training_graphs
 from jetrl.training.guard import Guard
-from jetrl.training.loss_math import divided, log_sigmoid, loss_sum, total
+from jetrl.training.loss_math import divided, log_sigmoid, loss_sum, sequence_sum, total
 from jetrl.training.micro_batches import (
     MicroBatch,
     MicroBatchLoss,
@@ -30,7 +31,7 @@ from jetrl.training.micro_batches import (
     batch_logprobs,
 )
 from jetrl.training.optimizer import Optimizer
-from jetrl.training.packing import pack_examples
+from jetrl.training.packing import pack_examples, trained_lengths
 from jetrl.training.routes import check_balance, with_routes
 from jetrl.training.update import Update, UpdateStats
 from jetrl.types import Example
@@ -107,16 +108,18 @@ def _loss(
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of the better and the worse sequence, including the prompt."""
+ExamplePair = tuple[Example, Example]
+"""The better and the worse completion of a prompt."""
 
 
-def _num_tokens(pair: Pair) -> int:
+def _num_tokens(pair: Pair | ExamplePair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
 class PairMinibatch(Minibatch):
     """The pairs of one update, split into micro-batches that shrink on OOM."""
 
-    def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
+    def __init__(self, pairs: Sequence[Pair | ExamplePair], size: MicroBatchSize) -> None:
         self.pairs, self._size = pairs, size
         self.num_tokens = self.tokens_of(pairs)
         self.micro_batches = self._packed()
@@ -131,7 +134,7 @@ class PairMinibatch(Minibatch):
         self._size.halve(sizes, problem, "pair")
         self.micro_batches = self._packed()
 
-    def _packed(self) -> list[Sequence[Pair]]:
+    def _packed(self) -> list[Sequence[Pair | ExamplePair]]:
         ranges = self._size.ranges([_num_tokens(pair) for pair in self.pairs])
         return [self.pairs[part.start : part.stop] for part in ranges]
 
@@ -177,6 +180,73 @@ class RewardTrainer(_Supervised):
         better, worse = scores[0::2], scores[1::2]
         loss = preference_loss(better, worse, len(minibatch.pairs))
         return MicroBatchLoss(loss, outputs=(better - worse).detach())
+
+
+class DpoTrainer(_Supervised):
+    """Trains a policy on pairs of completions (Rafailov et al. 2023, "DPO", arXiv 2305.18290).
+
+    With r the log-prob of a completion less that of the frozen `reference`, the margin of a pair is
+    sft.dpo_beta * (r(better) - r(worse)), and its loss -log sigmoid(margin) (eq. 7).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy,
+        settings: Settings,
+        size: MicroBatchSize | None = None,
+    ) -> None:
+        self.policy, self.reference, self._beta = policy, reference, settings.sft.dpo_beta
+        self._activation_checkpointing = settings.train.activation_checkpointing
+        super().__init__(policy, settings, size, None)
+        self._update = Update(policy, self.optimizer, self.guard, loss=self._loss, prefix="sft")
+
+    def step(self, pairs: Sequence[ExamplePair]) -> dict[str, float]:
+        """Run one optimizer update on pairs of completions.
+
+        Returns sft/loss (nats per pair), sft/grad_norm, sft/lr, sft/tokens (of sequences, with
+        prompts), and from before the update dpo/accuracy (of margins above 0) and dpo/margin
+        (mean). A skipped update reports policy/skipped_updates in place of the rest.
+        """
+        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
+        margin = torch.cat(accumulated.all_outputs())
+        accumulated.metrics["dpo/accuracy"] = total(margin > 0) / len(margin)
+        accumulated.metrics["dpo/margin"] = total(margin) / len(margin)
+        stats = self._update.finish(accumulated)
+        metrics = self._common(stats)
+        if not stats.applied:
+            return metrics | {"policy/skipped_updates": 1.0}
+        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
+
+    def accuracy(self, pairs: Sequence[ExamplePair]) -> float:
+        """Return the fraction of pairs with a margin above 0; ranks share the forwards."""
+        # The micro-batches of training, so that memory suffices.
+        minibatch = PairMinibatch(pairs, self.micro_batch_size)
+        with torch.no_grad():
+            own = [self.margins(part).cpu() for part in world().share(minibatch.micro_batches)]
+        margins = torch.cat(world().gather_in_order("margins of the eval pairs", own))
+        return float((margins > 0).double().mean())
+
+    def margins(self, pairs: Sequence[ExamplePair]) -> Tensor:
+        """Return the margin of each pair, float32 [P], differentiable in the policy."""
+        # Better and worse completions alternate in one packed batch, with the prompt before each.
+        examples = [example for pair in pairs for example in pair]
+        (batch,) = pack_examples(examples, sum(map(len, examples)))
+        with torch.no_grad(), self.reference.used():
+            reference, _ = batch_logprobs(self.reference, batch)
+        logprobs, _ = batch_logprobs(
+            self.policy, batch, activation_checkpointing=self._activation_checkpointing
+        )
+        lengths = upload(torch.from_numpy(trained_lengths(batch)), self.policy.device)
+        # Each token has the sum of its sequence: take the first token's.
+        sums = sequence_sum(logprobs - reference, lengths)[lengths.cumsum(0) - lengths]
+        better, worse = sums.view(-1, 2).unbind(1)
+        return self._beta * (better - worse)
+
+    def _loss(self, pairs: Sequence[ExamplePair], minibatch: PairMinibatch) -> MicroBatchLoss:
+        margins = self.margins(pairs)
+        loss = preference_loss(margins, torch.zeros_like(margins), len(minibatch.pairs))
+        return MicroBatchLoss(loss, outputs=margins.detach())
 
 
 def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:

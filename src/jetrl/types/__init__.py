@@ -331,6 +331,9 @@ class Example:
     completion: Sequence[int]
     environment: Sequence[tuple[int, int]] = ()
 
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
 
 STEM_BLOCK = 128  # Tokens: the kernels of attention's backward take so many keys at a time.
 
