@@ -157,6 +157,7 @@ def soak(policy: Policy, requests: int) -> dict[str, Any]:
     """Return what the requests left behind."""
     engine = RolloutEngine(policy, max_batch_size=32, num_pages=120, max_model_len=1024)
     source = EngineSource(engine, policy, max_choices=2 * CLIENTS)
+    source.start()
     app = make_app(source, Served("tiny", source.tokenizer, "soak"), Limits())
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))

@@ -73,7 +73,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(source: TokenSource, limits: Limits = OPEN) -> Iterator[Server]:
-    app = make_app(source, Served("tiny", source.tokenizer, "test"), limits)
+    app = make_app(source, Served("tiny", source.tokenizer, "test"), limits, episodes=True)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -96,6 +96,7 @@ def serve(policy: Policy) -> Serve:
     def start(max_choices: int = 128, limits: Limits = OPEN, **sizes: int) -> Iterator[Server]:
         engine = RolloutEngine(policy, **{"max_batch_size": 8, **sizes})
         source = EngineSource(engine, policy, max_choices, version=7)
+        source.start()
         try:
             with serving(source, limits) as server:
                 yield server

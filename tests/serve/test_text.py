@@ -71,7 +71,10 @@ class Script:
     def __init__(self, policy: Policy, text: str) -> None:
         self.tokenizer, self.text = policy.tokenizer, text
 
-    def encode(self, prompts: Sequence[Any]) -> tuple[PromptInputs, ...]:
+    def required(self, session: str) -> None:
+        return None
+
+    def encode(self, prompts: Sequence[Any], session: str) -> tuple[PromptInputs, ...]:
         assert all(isinstance(prompt, Prompt) for prompt in prompts)
         return tuple(chat.encode_prompt(self.tokenizer, prompt) for prompt in prompts)
 

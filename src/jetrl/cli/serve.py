@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from jetrl.rollout.engine import RolloutEngine
 
 KEY_VARIABLE = "JETRL_API_KEY"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
         from jetrl.serve.app import Limits, make_app
         from jetrl.serve.replies import Served
+        from jetrl.serve.server import LOOPBACK, listen
         from jetrl.serve.source import EngineSource
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "jetrl":
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.rollout.engine import RolloutEngine
 
     signal.signal(signal.SIGTERM, _terminate)
-    listening = _listen(args.host, args.port)  # before the weights, which take minutes
+    # Before the weights, which take minutes.
+    listening = listen(args.host, args.port, f"--host {args.host} --port {args.port}")
     policy = open_policy(args.model, args.plan, args.device)
     set_template_args(policy.tokenizer, template_args, "--template-arg")
     engine = RolloutEngine(
@@ -86,13 +87,14 @@ def run(args: argparse.Namespace) -> int:
         pages = engine.reserve()
     version = _version(find_model(Path(args.model)).path)
     source = EngineSource(engine, policy, max_choices=args.max_queue, version=version)
+    source.start()
     served = Served(
         name=args.name or args.model,
         tokenizer=policy.tokenizer,
         fingerprint=f"jetrl-{__version__}-{policy.plan.name}",
     )
-    local = args.host in _LOOPBACK
-    limits = Limits(key, args.max_body_mib * 2**20, _LOOPBACK[:2] if local else ())
+    local = args.host in LOOPBACK
+    limits = Limits(key, args.max_body_mib * 2**20, LOOPBACK[:2] if local else ())
     config = uvicorn.Config(
         make_app(source, served, limits),
         log_config=None,
@@ -113,16 +115,6 @@ def run(args: argparse.Namespace) -> int:
 def _terminate(number: int, frame: object) -> NoReturn:
     """End the command; while the server runs, uvicorn lets requests end before."""
     raise Terminated
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, or raise UserError."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--host {host} --port {port}: {reason}; choose another port") from None
 
 
 def _version(path: Path) -> int:

@@ -68,7 +68,8 @@ def encode_prompt(
         what = f"{where}: the model has no tokenizer"
         raise UserError(f"{what}; set model.tokenizer to a directory that has one")
     if prompt.messages is not None:
-        token_ids = _encode_messages(tokenizer, prompt, system_prompt, where, plain_text)
+        text, names = render_prompt(tokenizer, prompt, system_prompt, plain_text)
+        token_ids = encode_text(tokenizer, text, where, begin=False, names=names)
     elif system_prompt is not None:
         raise UserError(f"{where} is plain text, which a system prompt cannot be put before")
     else:
@@ -362,14 +363,18 @@ def _conversation(prompt: Prompt, where: str) -> Conversation:
     )
 
 
-def _encode_messages(
+def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
-    system_prompt: str | None,
-    where: str,
-    plain_text: PlainText,
-) -> list[int]:
-    """Return the token ids of a prompt's messages and of the opening of an assistant turn."""
+    system_prompt: str | None = None,
+    plain_text: PlainText = "replies",
+) -> tuple[str, dict[str, str]]:
+    """Return a chat prompt's text up to the opening of an assistant turn, for `encode_text`.
+
+    Second are the names of the special tokens that are to be encoded as text, by the placeholders
+    in the text. Raises the errors of `encode_prompt`.
+    """
+    where = f"prompt {prompt.id!r}"
     chat, names = _conversation(prompt, where), dict[str, str]()
     messages, tools = [*chat.messages], chat.tools
     if plain_text == "all":
@@ -400,7 +405,7 @@ def _encode_messages(
     text += begun  # as continue_final_message in transformers
     for message in messages:
         _check_written(message, text, where)
-    return encode_text(tokenizer, text, where, begin=False, names=names)
+    return text, names
 
 
 def _render(

@@ -17,6 +17,10 @@ from jetrl.rollout.stopping import Decode, StopRules
 from jetrl.types import Prompt, PromptInputs, SamplingParams, Unfinished
 
 
+class PromptTooLong(UserError):  # noqa: N818  (one of the answers of the API)
+    """A prompt leaves no room for an answer in the context."""
+
+
 def encode_prompts(
     policy: Policy,
     prompts: Sequence[Sequence[int] | str | Prompt | PromptInputs],
@@ -47,7 +51,7 @@ def encode_prompts(
         if not len(prompt):
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
         if len(prompt) >= max_model_len:
-            raise UserError(
+            raise PromptTooLong(
                 f"prompt {index} has {len(prompt)} tokens: no room for an answer in a context "
                 f"of {max_model_len}; shorten or drop it"
             )

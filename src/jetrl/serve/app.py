@@ -4,7 +4,7 @@
 | --- | --- |
 | 400 | a field is unknown, not supported or wrong; the message names it |
 | 401 | the key is missing or wrong |
-| 404 | the model is not served, or there is no such path |
+| 404 | the model is not served, the episode has ended, or there is no such path |
 | 413, 415 | the body is too large, or is not JSON by its Content-Type |
 | 429 | as many completions run and wait as the server takes |
 | 503 | the server is stopping, or the engine failed and dropped its requests |
@@ -29,14 +29,22 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from jetrl.errors import UserError
+from jetrl.rollout.inputs import PromptTooLong
 from jetrl.serve import requests
 from jetrl.serve.replies import Reply, Served
 from jetrl.serve.requests import Wanted
-from jetrl.serve.source import Piece, SourceBusy, SourceFailed, TokenSource
+from jetrl.serve.source import (
+    EPISODES,
+    Piece,
+    SourceBusy,
+    SourceFailed,
+    TokenSource,
+    UnknownEpisode,
+)
 from jetrl.serve.text import no_number
 
 logger = logging.getLogger(__name__)
@@ -62,19 +70,23 @@ class Limits:
     hosts: tuple[str, ...] = ()
 
 
-def make_app(source: TokenSource, served: Served, limits: Limits) -> Starlette:
-    """Return the app that answers from a source."""
+def make_app(
+    source: TokenSource, served: Served, limits: Limits, episodes: bool = False
+) -> Starlette:
+    """Return the app that answers from a source; `episodes` adds a base URL for each episode."""
     api = _Api(source, served, limits)
     hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=limits.hosts)] if limits.hosts else []
+    routes: list[BaseRoute] = [
+        Route("/v1/models", api.guarded(api.models)),
+        Route("/tokenize", api.guarded(api.tokenize), methods=["POST"]),
+        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
+        Route("/v1/completions", api.guarded(api.completion), methods=["POST"]),
+        Route("/inference/v1/generate", api.guarded(api.generate), methods=["POST"]),
+    ]
+    if episodes:
+        routes.append(Mount(f"{EPISODES}{{episode}}", routes=[*routes]))
     return Starlette(
-        routes=[
-            Route("/health", api.health),
-            Route("/v1/models", api.guarded(api.models)),
-            Route("/tokenize", api.guarded(api.tokenize), methods=["POST"]),
-            Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
-            Route("/v1/completions", api.guarded(api.completion), methods=["POST"]),
-            Route("/inference/v1/generate", api.guarded(api.generate), methods=["POST"]),
-        ],
+        routes=[Route("/health", api.health), *routes],
         middleware=hosts,
         exception_handlers={HTTPException: _http_error, Exception: _bug},
     )
@@ -96,6 +108,10 @@ class _Api:
                 return await endpoint(http)
             except requests.UnknownModel as error:
                 return _error(404, str(error), "model_not_found")
+            except UnknownEpisode as error:
+                return _error(404, str(error), "episode_not_found")
+            except PromptTooLong as error:
+                return _error(400, str(error), "context_length_exceeded")
             except UserError as error:
                 return _error(400, str(error))
             except ClientDisconnect:
@@ -131,7 +147,7 @@ class _Api:
             fields = requests.fields_of(requests.MessagesFields, body, self._served.name)
         else:
             fields = requests.fields_of(requests.TextFields, body, self._served.name)
-        ids = await asyncio.to_thread(requests.token_ids_of, fields, self._source)
+        ids = await asyncio.to_thread(requests.token_ids_of, fields, self._source, _session(http))
         counts = {"count": len(ids), "max_model_len": self._source.max_model_len}
         return JSONResponse(counts | {"tokens": ids})
 
@@ -154,7 +170,8 @@ class _Api:
         return await self._answer(http, requests.generate, fields)
 
     def _check_key(self, http: HttpRequest) -> None:
-        if not self._limits.api_key:
+        # The path of an episode is as secret as a key.
+        if not self._limits.api_key or "episode" in http.path_params:
             return
         scheme, _, key = http.headers.get("Authorization", "").partition(" ")
         same = hmac.compare_digest(key.strip().encode(), self._limits.api_key.encode())
@@ -246,7 +263,11 @@ async def _left(http: HttpRequest) -> None:
 
 
 def _session(http: HttpRequest) -> str:
+    if "episode" in http.path_params:
+        return EPISODES + str(http.path_params["episode"])
     session = http.headers.get(SESSION_HEADER, "")
+    if session.startswith(EPISODES):
+        raise UserError(f"{SESSION_HEADER}: {EPISODES} begins the path of an episode")
     if len(session) > _MOST_SESSION:
         raise UserError(f"{SESSION_HEADER}: longer than {_MOST_SESSION} characters")
     return session

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -221,7 +221,7 @@ def chat(fields: ChatFields, source: TokenSource, session: str) -> Wanted:
     limit = fields.max_completion_tokens or fields.max_tokens
     if fields.max_tokens not in (None, limit):
         raise UserError("max_tokens and max_completion_tokens differ: send one of them")
-    prompts = source.encode([fields.prompt()])
+    prompts = source.encode([fields.prompt()], session)
     return Wanted(
         api="chat",
         request=Request(prompts, _params(fields, limit, source, session), session),
@@ -238,7 +238,7 @@ def completion(fields: CompletionFields, source: TokenSource, session: str) -> W
     several: Sequence[Any] = [given] if one else given
     if not 1 <= len(several) <= MOST_PROMPTS:
         raise UserError(f"prompt: from 1 to {MOST_PROMPTS} prompts, not {len(several)}")
-    prompts = source.encode([_as_prompt(prompt) for prompt in several])
+    prompts = source.encode([_as_prompt(prompt) for prompt in several], session)
     return Wanted(
         api="completion",
         request=Request(prompts, _params(fields, fields.max_tokens, source, session), session),
@@ -253,17 +253,19 @@ def generate(fields: GenerateFields, source: TokenSource, session: str) -> Wante
     params = _params(sampling, sampling.max_tokens, source, session)
     return Wanted(
         api="generate",
-        request=Request(source.encode([fields.token_ids]), params, session),
+        request=Request(source.encode([fields.token_ids], session), params, session),
         logprobs=sampling.logprobs is not None,
         token_ids=True,
         tokens_as_ids=True,
     )
 
 
-def token_ids_of(fields: TextFields | MessagesFields, source: TokenSource) -> list[int]:
+def token_ids_of(
+    fields: TextFields | MessagesFields, source: TokenSource, session: str
+) -> list[int]:
     """Return the token ids of a text or of messages."""
     prompt = _as_prompt(fields.prompt) if isinstance(fields, TextFields) else fields.prompt()
-    return list(source.encode([prompt])[0].token_ids)
+    return list(source.encode([prompt], session)[0].token_ids)
 
 
 def _as_prompt(prompt: str | list[int]) -> Prompt | list[int]:
@@ -291,21 +293,35 @@ def _params(
     """Return the parameters of sampling; without seed and session, the seed is a random one."""
     if fields.n > source.max_choices:
         raise UserError(f"n = {fields.n}: this server draws {source.max_choices} at most")
+    required = source.required(session)
     seed = fields.seed
     if seed is None:
-        seed = 0 if session else secrets.randbits(53)
+        seed = secrets.randbits(53) if not session else required.seed if required else 0
+    own = _drawn(fields, required)
+    stop = required.stop if required and "stop" not in fields.model_fields_set else fields.stop
     try:
-        return SamplingParams(
+        return replace(
+            required or SamplingParams(),
             n=fields.n,
             max_tokens=min(limit or source.max_model_len, source.max_model_len),
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=max(0, fields.top_k),
-            min_p=fields.min_p,
             stop_token_ids=tuple(fields.stop_token_ids),
-            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             seed=seed,
             ignore_eos=fields.ignore_eos,
+            **own,
         )
     except ValueError as error:
         raise UserError(str(error).removeprefix("SamplingParams: ")) from None
+
+
+def _drawn(fields: _Sampling, required: SamplingParams | None) -> dict[str, Any]:
+    """Return the fields that change the distribution; raise UserError if another is required."""
+    own = {name: getattr(fields, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    own["top_k"] = max(0, own["top_k"])
+    if required is None:
+        return own
+    for name in own.keys() & fields.model_fields_set:
+        if own[name] != (asked := getattr(required, name)):
+            what = f"{name} = {own[name]}: this policy is in training and draws with {asked}"
+            raise UserError(f"{what} (rollout.{name}, or eval.{name}); leave it out")
+    return {name: getattr(required, name) for name in own}

@@ -1,9 +1,13 @@
-"""The source of tokens behind the endpoint: one thread that steps the rollout engine.
+"""The source of tokens behind the endpoint: the thread that steps the rollout engine.
 
-The app awaits `TokenSource.submit`, and does not know whose weights draw. `EngineSource` serves a
-policy that does not change. Requests join and leave between two steps:
+The app awaits `TokenSource.submit`, and does not know whose weights draw. Requests join and leave
+between two steps:
 
     submit ─▶ added ─▶ engine thread: add, cancel, step ─▶ pieces, to the event loop ─▶ submit
+
+`EngineSource.start` answers in a thread of its own, for a policy that does not change. A training
+calls `answer` between two updates, in its own thread: requests that come later are held for the
+next call, so all tokens of a request are drawn by one version of the weights.
 
 A draw depends only on (seed, key, position), and a key on the prompt, the sample's number and the
 session. So an answer does not depend on who else asks, or when.
@@ -16,12 +20,13 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.errors import UserError
 from jetrl.models import chat
 from jetrl.models.policy import Policy
 from jetrl.randomness import derive_seed
@@ -33,7 +38,10 @@ from jetrl.types import FinishReason, Prompt, PromptInputs, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+EPISODES = "/episodes/"
+"""The beginning of an episode's path, before its secret name; sessions of episodes are its path."""
 _STOPPING = "the server is stopping"
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,10 @@ class SourceFailed(Exception):  # noqa: N818
     """The request was dropped, and the message says why."""
 
 
+class UnknownEpisode(UserError):  # noqa: N818  (one of the answers of the API)
+    """The episode has ended, or never was."""
+
+
 class TokenSource(Protocol):
     """Interface of a policy that draws tokens for requests."""
 
@@ -90,11 +102,16 @@ class TokenSource(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def encode(self, prompts: Sequence[Sequence[int] | Prompt]) -> tuple[PromptInputs, ...]:
+    def encode(
+        self, prompts: Sequence[Sequence[int] | Prompt], session: str = ""
+    ) -> tuple[PromptInputs, ...]:
         """Return the inputs of prompts, in any thread.
 
         Raises UserError if one has no room for an answer.
         """
+
+    def required(self, session: str) -> SamplingParams | None:
+        """Return the parameters that a session's requests have; None if they may choose."""
 
     def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
         """Yield the pieces of all choices as they are drawn; closing it cancels the request.
@@ -145,6 +162,10 @@ class EngineSource:
         self._left: list[_Running] = []
         self._running: list[_Running] = []
         self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Answer requests in a thread, until `close`."""
         self._thread = threading.Thread(target=self._serve, name="jetrl-serve", daemon=True)
         self._thread.start()
 
@@ -154,9 +175,14 @@ class EngineSource:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+        return not self._closing
 
-    def encode(self, prompts: Sequence[Sequence[int] | Prompt]) -> tuple[PromptInputs, ...]:
+    def required(self, session: str) -> SamplingParams | None:
+        return None
+
+    def encode(
+        self, prompts: Sequence[Sequence[int] | Prompt], session: str = ""
+    ) -> tuple[PromptInputs, ...]:
         policy = self.policy
         with self._encoding:
             encoded = [
@@ -189,12 +215,40 @@ class EngineSource:
             if left:
                 self._notify(running, left=True)
 
+    def answer(self, busy: Callable[[], bool]) -> None:
+        """Answer requests in this thread while `busy()`, then let those that run end.
+
+        `busy` is called after each step and at least every tenth of a second. If it or the engine
+        raises, the requests that run get the error, and this raises it.
+        """
+        assert self._thread is None, "a thread answers already"
+        try:
+            self._step_while(busy)
+        except BaseException as error:
+            self._fail(self._running, _failure(error))
+            self._running = []
+            raise
+        finally:
+            self._end()
+
+    def wake(self) -> None:
+        """Let `answer` call its `busy` now."""
+        with self._changed:
+            self._changed.notify()
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for the next `answer`."""
+        return len(self._arrived)
+
     def close(self) -> None:
-        """End the thread; requests that still run are dropped."""
+        """Stop answering; requests that still run or wait are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._fail([*self._running, *self._arrived], SourceFailed(_STOPPING))
 
     def _notify(self, running: _Running, left: bool = False) -> None:
         """Hand a request to the thread, or take it back; does nothing once the thread has ended."""
@@ -208,7 +262,7 @@ class EngineSource:
         """Run the thread; no request waits for it after its end, whatever ended it."""
         reason = SourceFailed(_STOPPING)
         try:
-            self._step_until_closed()
+            self._step_while(None)
         except Exception as error:  # of this file
             self._report(error)
             reason = _failure(error)
@@ -217,22 +271,30 @@ class EngineSource:
         self._fail([*self._running, *self._arrived], reason)
         self._end()
 
-    def _step_until_closed(self) -> None:
-        """Step the engine while requests run, and wait while there are none."""
+    def _step_while(self, busy: Callable[[], bool] | None) -> None:
+        """Step the engine while requests run, and wait while there are none.
+
+        Ends when the source closes, or once `busy` has returned False and no request runs.
+        """
         while True:
+            admits = busy is None or busy()
+            if not (admits or self._running):
+                return
             with self._changed:
-                while not (self._arrived or self._left or self._running or self._closing):
-                    self._changed.wait()
+                if admits and not (self._arrived or self._left or self._running or self._closing):
+                    self._changed.wait(None if busy is None else _POLL_S)
                 if self._closing:
                     return
-                arrived, self._arrived = self._arrived, []
+                arrived: list[_Running] = []
+                if admits:
+                    arrived, self._arrived = self._arrived, []
                 left, self._left = self._left, []
             for running in left:
                 self._cancel(running)
             for running in arrived:
                 self._add(running)
             if self._running:
-                self._step()
+                self._step(raises=busy is not None)
             if not self._running:
                 self._end()
 
@@ -268,11 +330,13 @@ class EngineSource:
         else:
             self._running.append(running)
 
-    def _step(self) -> None:
+    def _step(self, raises: bool) -> None:
         """Run a step and send what it drew."""
         try:
             self.engine.step()
         except Exception as error:  # the engine has dropped all sequences
+            if raises:
+                raise
             self._report(error)
             self._fail(self._running, _failure(error))
             self._running = []
@@ -338,5 +402,5 @@ class EngineSource:
             logger.error("requests dropped: %s", error, exc_info=error)
 
 
-def _failure(error: Exception) -> SourceFailed:
+def _failure(error: BaseException) -> SourceFailed:
     return SourceFailed(f"the engine dropped its requests: {type(error).__name__}: {error}")
