@@ -50,6 +50,8 @@ VARIADIC = {
     *("normal", "randn", "read", "set_", "view"),
     # names of attributes and settings, unknowns, tensors to keep, models to compare
     *("attrgetter", "compare_weights", "save_for_backward", "solve", "unread"),
+    # the words of a command
+    "create_subprocess_exec",
     # the arguments of a wrapped function: a task's method, a user's reward function
     *("asked", "bind", "function"),
     # both ends of a slice

@@ -183,7 +183,7 @@ def test_a_client_that_leaves_frees_its_pages(serve: Serve, wait_until: Any) -> 
 
 def test_a_full_queue_and_a_failing_engine(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(max_choices=4) as server:
-        body = {"prompt": "a", "max_tokens": 4}
+        body = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
         full = server.post("/v1/completions", {**body, "n": 3, "prompt": ["a", "b"]})
         assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
         step = RolloutEngine.step

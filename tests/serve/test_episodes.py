@@ -28,7 +28,7 @@ ASK = {"role": "user", "content": "Why?"}
 
 
 class Training:
-    """A source that answers in windows, as a training does, with a server of it."""
+    """A source that answers in windows, as a training does, and its server."""
 
     def __init__(self, source: EpisodeSource, server: Server) -> None:
         self.source, self.server = source, server

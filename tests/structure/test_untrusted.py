@@ -103,9 +103,18 @@ def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
 
 
 def test_a_users_file_passes_the_gate_before_it_is_imported() -> None:
-    """Two places run a file by its path; no other one may."""
+    """Two places run a file by its path, and a process that a third one starts."""
     sources = {str(path.relative_to(SOURCE)): path.read_text("utf-8") for path in FILES}
     running = {name: text for name, text in sources.items() if "spec_from_file_location" in text}
+    del running["tasks/harness/host.py"]
+    starts = [
+        name
+        for name, text in sources.items()
+        if "= HarnessProcess(" in text or "return HarnessProcess(" in text
+    ]
+    assert starts == ["tasks/endpoint.py"]
+    gate = sources["tasks/endpoint.py"]
+    assert gate.index("check_trusted()") < gate.index("return HarnessProcess(")
     assert set(running) == {"tasks/user_files.py", "training/objectives.py"}
     for text in running.values():
         assert text.index("check_trusted(file)") < text.index("exec_module(module)")

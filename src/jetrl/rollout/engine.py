@@ -313,6 +313,11 @@ class RolloutEngine:
         return len(running.scheduler.running) + len(running.scheduler.waiting)
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the current call; 0 between calls."""
+        return 0 if self._running is None else self._running.scheduler.allocator.num_pages
+
+    @property
     def pages_in_use(self) -> int:
         """Pages held by sequences; 0 between calls."""
         return 0 if self._running is None else self._running.scheduler.allocator.num_used

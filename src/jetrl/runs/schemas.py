@@ -98,6 +98,7 @@ class RolloutLine(Stored):
         extra: Notes of reward functions (`log_extra`).
         failure: Why the completion could not be scored, or "".
         environment: Spans [start, end) of tokens from an environment.
+        continues: Whether the sample is of the same episode as the one before.
     """
 
     step: Step = 0
@@ -120,6 +121,7 @@ class RolloutLine(Stored):
     versions: list[Step] = Field(default_factory=list)
     task: str = ""
     readable: str = ""
+    continues: bool = False
 
 
 class RunConfig(Stored):
@@ -205,6 +207,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         "token_ids": [int(token) for token in completion.token_ids],
         "logprobs": [float(value) for value in completion.logprobs],
         **({"versions": list(completion.versions)} if completion.versions else {}),
+        **({"continues": True} if sample.continues else {}),
         **_turns_of(completion),
     }
 
@@ -241,6 +244,7 @@ def sample_of(record: Mapping[str, Any]) -> Sample:
         failure=line.failure,
         readable=line.readable,
         extra=line.extra,
+        continues=line.continues,
     )
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from jetrl.distributed.agreement import ending_together
 from jetrl.errors import RunStopped
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.session.episodes import EpisodeSamples, Play
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
 from jetrl.settings.sections import EvalSettings, TaskSettings
 from jetrl.tasks import Scorer, Task
 from jetrl.training.host_math import mean, variance
-from jetrl.types import Sample, SamplingParams
+from jetrl.types import Sample, SamplingParams, Score
 
 _Z = 1.959964  # two-sided 95% quantile of the normal distribution
 
@@ -72,14 +73,18 @@ def evaluate(
     threshold: float = 1.0,
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
+    play: Play | None = None,
 ) -> Evaluation:
-    """Sample and score `params.n` completions per prompt."""
-    scoring = Scoring(scorer, prompts, params.n)
-    # A failing verifier ends all ranks.
-    with ending_together("an evaluation"):
-        completions = sample_prompts(engine, scoring, params, max_turns, progress)
-        own_samples = scoring.own_samples(completions)
-    samples = scoring.gathered(own_samples)
+    """Sample and score `params.n` completions per prompt, or `play` as many episodes."""
+    if play is not None:
+        samples = _played(play, prompts, params, progress)
+    else:
+        scoring = Scoring(scorer, prompts, params.n)
+        # A failing verifier ends all ranks.
+        with ending_together("an evaluation"):
+            completions = sample_prompts(engine, scoring, params, max_turns, progress)
+            own_samples = scoring.own_samples(completions)
+        samples = scoring.gathered(own_samples)
     tasks = dict.fromkeys(sample.prompt.task for sample in samples)
     by_task = {
         task: _results([s for s in samples if s.prompt.task == task], params.n, threshold)
@@ -87,6 +92,24 @@ def evaluate(
     }
     overall = _results(samples, params.n, threshold)
     return dataclasses.replace(overall, by_task=by_task) if set(by_task) != {""} else overall
+
+
+def _played(
+    play: Play,
+    prompts: Sequence[EncodedPrompt],
+    params: SamplingParams,
+    progress: ProgressCallback | None,
+) -> list[Sample]:
+    """Return one sample per episode of a harness, its first; one that failed has reward 0."""
+    with ending_together("an evaluation"):
+        own = play(prompts, params, progress)
+    # As in other tasks, what could not be judged counts as not solved.
+    samples = EpisodeSamples(own).gathered(own)
+    return [
+        dataclasses.replace(sample, score=Score(0.0)) if sample.failure else sample
+        for sample in samples
+        if not sample.continues
+    ]
 
 
 def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:

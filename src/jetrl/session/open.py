@@ -46,6 +46,7 @@ from jetrl.session.building import (
     teacher_prompts,
     value_model,
 )
+from jetrl.session.episodes import Play, ServedPolicy
 from jetrl.session.examples import (
     demonstration,
     preference_examples,
@@ -62,7 +63,9 @@ from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
+from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.registry import trained_on
+from jetrl.tasks.rows import import_package
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.objectives import Objective
 from jetrl.types import PromptInputs
@@ -144,10 +147,20 @@ class RunContext(TrainingContext):
     reward: Reward | None = field(init=False)
     noise: NormNoise = field(init=False)
     draft_head: DraftHead | None = field(init=False)
+    served: ServedPolicy | None = field(init=False)
 
     @property
     def policy(self) -> Policy:
         return self.model
+
+    @property
+    def plays(self) -> bool:
+        """Return whether a harness plays episodes, in place of sampling and scoring."""
+        return isinstance(self.task, Endpoint)
+
+    def play(self, version: int) -> Play | None:
+        """Return the function that plays episodes with the weights after `version` steps."""
+        return self.served.player(version) if self.served is not None and self.plays else None
 
     def free_kv_pages(self) -> None:
         """Free the KV pages, which take all free GPU memory, for other models."""
@@ -459,6 +472,33 @@ def _sequences(run: RunContext) -> Iterator[str]:
         )
 
 
+def _endpoint(run: RunContext) -> Iterator[str]:
+    """Check what a harness, and an endpoint, exclude."""
+    settings = run.settings
+    asked = "rollout.serve_port" if settings.rollout.serve_port is not None else ""
+    if asked := "task endpoint" if run.plays else asked:
+        import_package("uvicorn", asked, "serve")
+    if not run.plays:
+        return
+    if run.policy.tokenizer is None:
+        raise UserError("task endpoint needs a tokenizer: set model.tokenizer")
+    unfit = {
+        "task.system_prompt": settings.task.system_prompt is not None,
+        "task.max_turns": settings.task.max_turns is not None,
+        "rollout.oversample": settings.rollout.oversample > 0,
+        "data.rollouts": settings.data.rollouts is not None,
+        "data.batch = shuffle_r1": settings.data.batch == "shuffle_r1",
+        "reward.model_path": settings.reward.model_path is not None,
+    }
+    for setting, is_set in unfit.items():
+        if is_set:
+            raise UserError(f"{setting} does not work with task endpoint: leave it out")
+    yield (
+        f"rollout.max_tokens = {settings.rollout.max_tokens} is the context of the harness: "
+        "prompts and answers together"
+    )
+
+
 def _few_prompts(run: RunContext) -> Iterator[str]:
     per_step = run.settings.rollout.prompts_per_step
     if len(run.prompts) < per_step and run.settings.loop.steps:
@@ -474,6 +514,7 @@ _RUN_CHECKS: tuple[Callable[[RunContext], Iterator[str]], ...] = (
     _slower_than_bf16,
     _sequences,
     _few_prompts,
+    _endpoint,
 )
 
 
@@ -521,16 +562,24 @@ def open_context(
         seed = derive_seed(settings.run.seed, "draft head")
         run.draft_head = DraftHead(run.policy, settings.draft_head.tokens, seed)
     device = device_of(settings)
+    context = run.policy.config.max_position_embeddings
     run.engine = RolloutEngine(
         run.policy,
         rollout.max_batch_size,
         num_pages=rollout.num_pages,
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
+        # The memory plan has room for conversations of so many tokens.
+        max_model_len=min(context, settings.longest_answer) if run.plays else None,
         speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
         draft_head=run.draft_head,
     )
     run.noise = NormNoise(run.policy, settings)
+    run.served = None
+    if run.plays or rollout.serve_port is not None:
+        task = run.task if isinstance(run.task, Endpoint) else None
+        run.served = ServedPolicy(run.engine, run.policy, task, rollout.serve_port)
+        stack.callback(run.served.close)
     return run
 
 

@@ -134,7 +134,8 @@ class PromptOrder:
         weighed, threshold = self._settings.reward.is_weighed, self._settings.eval.threshold
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
-            groups.setdefault(sample.group, []).append(sample)
+            if not sample.continues:
+                groups.setdefault(sample.group, []).append(sample)
         for members in groups.values():
             # Use the task's own score, without [reward].
             scores = [s.score.parts.get("rule") if weighed else s.score.reward for s in members]

@@ -10,6 +10,7 @@ for the full list of prompts, so tokens do not depend on the number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from array import array
 from collections import Counter
@@ -26,6 +27,7 @@ from jetrl.rollout.options import EnvironmentReply, GenerateOptions, Progress
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.tasks.base import Answer, to_stops
+from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.thoughts import begins_in_thought
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score, Turn
 
@@ -82,7 +84,10 @@ def encode_prompts(
         num_seen[prompt.task] += 1
         if limit and num_seen[prompt.task] > limit:
             continue
-        inputs = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
+        if isinstance(task, Endpoint):
+            inputs = _name_of(prompt, policy.config.vocab_size)
+        else:
+            inputs = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
         stops = to_stops(task.stops(prompt), f"{where}: stop of prompt {prompt.id!r}")
         in_thought = begins_in_thought(prompt, _end_of(policy, inputs.token_ids))
         prompt = dataclasses.replace(prompt, in_thought=in_thought)
@@ -97,6 +102,12 @@ def encode_prompts(
             f"an answer in the context of {context}; shorten or drop {len(too_long)} prompts"
         )
     return encoded
+
+
+def _name_of(prompt: Prompt, vocab_size: int) -> PromptInputs:
+    """Return token ids that only name a row: its harness writes the prompts."""
+    content = hashlib.blake2b(f"{prompt.id} {prompt.text}".encode(), digest_size=8).digest()
+    return PromptInputs(tuple(byte % vocab_size for byte in content))
 
 
 def _end_of(policy: Model, token_ids: Sequence[int]) -> str:

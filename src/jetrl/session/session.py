@@ -31,7 +31,7 @@ from jetrl.session.parity import located
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
 from jetrl.session.recorded import RecordedRollouts, ReplayBuffer
-from jetrl.session.source import ContinuedPrompts, Source, WholePrompts
+from jetrl.session.source import ContinuedPrompts, HarnessEpisodes, Source, WholePrompts
 from jetrl.session.step import (
     Step,
     StepNotes,
@@ -140,7 +140,9 @@ class OpenRun:
         components.register("partial rollouts", self._partial_rollouts)
         self._replay_buffer = ReplayBuffer(settings)
         self._left_recorded = False  # other weights than this run's drew the recorded rollouts
-        self._whole = WholePrompts(context.engine, context.scorer, context.max_turns)
+        self._whole: Source = WholePrompts(context.engine, context.scorer, context.max_turns)
+        if context.served is not None and context.plays:
+            self._whole = HarnessEpisodes(context.served)
         self._continued = ContinuedPrompts(context.engine, context.scorer, self._partial_rollouts)
         # Micro-batch size: 128 tokens share a scale in WGrad, so the bits depend on it.
         self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
@@ -371,7 +373,8 @@ class Session(OpenRun):
                 f"{self.context.task.label}; the first failure: {failures[0]}"
             )
         # As in TRL, a completion without any reward has no advantage; a step needs some with one.
-        left_out = [sample for sample in samples if sample.score.reward is None]
+        # An episode of a harness that failed has none either, and was counted above.
+        left_out = [s for s in samples if s.score.reward is None and not s.failure]
         if left_out:
             logger.warning(
                 "%d of %d completions have no reward: every reward function returned None, as for "
@@ -503,7 +506,9 @@ class Session(OpenRun):
 
         Raises KeyboardInterrupt or Terminated if a signal stops the run; its state is saved.
         """
-        run = self.run
+        run, served = self.run, self.context.served
+        if served is not None:
+            served.answer_held(self.last_step.number)
         # A stopped run saves its last complete step, then raises the signal that stopped it.
         if stopped := run.stops.reason if run.stops.decide() else "":
             self._save_last_step()
@@ -536,6 +541,8 @@ class Session(OpenRun):
             ending_together(f"the rollout of step {step}", StepGivenUp),
             self.run.stops.giving_up(can_give_up),
         ):
+            if self.context.served is not None:
+                self.context.served.answer_held(step - 1)
             yield
 
     def _evaluate_policy(self, step: int) -> Evaluation:
@@ -551,4 +558,5 @@ class Session(OpenRun):
                 threshold=self.settings.eval.threshold,
                 max_turns=context.max_turns,
                 progress=self.run.show_progress,
+                play=context.play(step),
             )

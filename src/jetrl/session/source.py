@@ -1,7 +1,8 @@
 """Sources of a step's completions, used by `Session.sample`.
 
-Today both are the rollout engine: full prompts and partial rollouts. Recorded rollouts or an
-endpoint would be another `Source`; nothing else in the loop knows where completions come from.
+They are the rollout engine, with full prompts or partial rollouts, and somebody's own harness,
+which asks the engine through an endpoint. Recorded rollouts would be another `Source`; nothing else
+in the loop knows where completions come from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.session.episodes import EpisodeSamples, ServedPolicy
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.step import Step
@@ -33,7 +35,7 @@ class Drawn:
 
     prompts: Sequence[EncodedPrompt]
     completions: Sequence[Completion]
-    scoring: Scoring
+    scoring: Scoring | EpisodeSamples
     num_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -115,3 +117,26 @@ class ContinuedPrompts:
             num_tokens=self._engine.stats.tokens_drawn,
             metrics={"partial_rollout/unfinished": float(partial_rollouts.num_unfinished)},
         )
+
+
+class HarnessEpisodes:
+    """Lets a harness play the episodes of a step, which has their rewards too."""
+
+    can_give_up = True
+
+    def __init__(self, served: ServedPolicy) -> None:
+        self._served = served
+
+    def draw(
+        self,
+        step: Step,
+        params: SamplingParams,
+        own_part: AbstractContextManager[None],
+        progress: ProgressCallback,
+    ) -> Drawn:
+        with own_part:
+            # The weights are those after the steps before this one.
+            samples = self._served.player(step.number - 1)(step.prompts, params, progress)
+        completions = [sample.completion for sample in samples]
+        num_tokens = sum(completion.num_sampled for completion in completions)
+        return Drawn(step.prompts, completions, EpisodeSamples(samples), num_tokens)

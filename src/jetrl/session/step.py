@@ -25,6 +25,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import SpeculationStats
 from jetrl.runs.anomalies import Anomalies, Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
+from jetrl.session.episodes import EpisodeSamples
 from jetrl.session.evaluate import Evaluation
 from jetrl.session.open import WARNING, open_context
 from jetrl.session.sampling import EncodedPrompt, Scoring, groups_of, numbered, sample_prompts
@@ -53,7 +54,7 @@ class Step:
     round: int = 1
     prompts: Sequence[EncodedPrompt] = ()
     completions: Sequence[Completion] = ()
-    scoring: Scoring | None = None
+    scoring: Scoring | EpisodeSamples | None = None
     samples: Sequence[Sample] = ()
     drawn_samples: Sequence[Sample] = ()
     trained_samples: Sequence[Sample] = ()
@@ -143,8 +144,9 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     With `compares_group`, also counts zero-advantage groups.
     """
     completions = [sample.completion for sample in samples]
+    episodes = [sample for sample in samples if not sample.continues]
     lengths = np.array([len(completion.token_ids) for completion in completions])
-    judged = [sample for sample in samples if sample.score.reward is not None]
+    judged = [sample for sample in episodes if sample.score.reward is not None]
     rewards = np.array([sample.score.reward for sample in judged], dtype=np.float64)
     metrics: dict[str, float] = {}
     if judged:
@@ -152,12 +154,12 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     if compares_group:
         groups = groups_of(samples)
         metrics["reward/zero_std_groups"] = mean(not _has_signal(group) for group in groups)
-    if left_out := len(samples) - len(judged):
+    if left_out := len(episodes) - len(judged):
         metrics["reward/left_out"] = float(left_out)
-    metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
+    metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in episodes))
     # Reward parts, and tasks of a mixture.
     parts: dict[str, list[float]] = {}
-    for sample in samples:
+    for sample in episodes:
         for part, value in sample.score.parts.items():
             parts.setdefault(part_metric(part), []).append(value)
     metrics |= {name: mean(values) for name, values in parts.items()}
@@ -302,9 +304,12 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
         order = context.prompt_order()
         prompts = order.draw(1, min(_PROMPTS, rollout.prompts_per_step))
         params = replace(rollout_params(settings, 1), n=min(_SAMPLES, rollout.samples_per_prompt))
-        scoring = Scoring(context.scorer, prompts, params.n)
-        drawn = sample_prompts(context.engine, scoring, params, context.max_turns)
-        samples = scoring.samples(drawn)
+        if (play := context.play(0)) is not None:
+            samples = play(prompts, params)
+        else:
+            scoring = Scoring(context.scorer, prompts, params.n)
+            drawn = sample_prompts(context.engine, scoring, params, context.max_turns)
+            samples = scoring.samples(drawn)
     if context.reward is not None:
         context.engine.free_cache()
         samples = context.reward(samples)

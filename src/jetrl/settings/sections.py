@@ -234,6 +234,9 @@ class RolloutSettings(Section):
     oversample: NonNegativeFloat = 0.0
     """extra prompts to sample at once, as a fraction of prompts_per_step; sampling ends when
     prompts_per_step are complete, and unfinished prompts carry over to the next step"""
+    serve_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """port of this machine at which other programs may ask the policy while it trains, as `jetrl
+    serve` answers; 0: any that is free. Default: none"""
     speculation: Speculation | None = None
     """speculative decoding; does not change the sampled tokens. text: draft from the prompt's own,
     sibling and earlier completions; head: draft with a small network trained next to the policy;

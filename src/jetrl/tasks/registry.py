@@ -3,6 +3,7 @@
 get_task("arithmetic", digits=2)              a built-in
 get_task("mix", tasks=[...])                  a weighted mixture of tasks
 get_task("reasoning_gym:chain_sum", seed=7)   any reasoning-gym data set
+get_task("verifiers:wordle")                  any taskset of verifiers, over the task `endpoint`
 get_task("mine.jsonl")                        your data: the task `dataset` with this path
 get_task("my_task.py:MyTask", path="data/")   a class in your file
 """
@@ -33,6 +34,7 @@ from jetrl.tasks.base import (
     option_key,
 )
 from jetrl.tasks.dataset import Dataset
+from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
@@ -40,7 +42,7 @@ from jetrl.tasks.toys import Arithmetic
 from jetrl.tasks.user_files import PREFIX, live, load_task_class
 from jetrl.types import Prompt, Reply, Turn
 
-_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k)
+_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Endpoint, Gsm8k)
 OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 
@@ -175,6 +177,8 @@ class Mix(Task):
             task = get_task(mixed.name, **with_path(mixed.options, mixed.path))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
+        if isinstance(task, Endpoint):
+            raise UserError(f"{where}: the episodes of a harness cannot be mixed with other tasks")
         label = mixed.label or task.name or type(task).__name__  # the prompt order depends on it
         if label in self.tasks:
             raise UserError(f"{where}: a second task called {label!r}; give one a `label`")
@@ -244,6 +248,8 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
     if name.startswith("reasoning_gym:"):
         dataset = name.removeprefix("reasoning_gym:")
         return build(ReasoningGym, name, {**options, "dataset": dataset})
+    if name.startswith("verifiers:"):
+        return build(Endpoint, name, {**options, "harness": name})
     if name.startswith(PREFIX):
         task = live(name, "task.name")
         if not isinstance(task, Task):

@@ -13,6 +13,7 @@ If all rewards of a group are equal, its advantages are exactly 0, without round
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,39 @@ class Advantages:
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None = None
+
+
+def of_episodes(
+    estimate: Callable[[StepRewards], Advantages], step: StepRewards, continues: Sequence[bool]
+) -> Advantages:
+    """Return the advantages of samples of which some continue the episode of the one before.
+
+    An episode counts as one sample, with the trained tokens of all of its samples in order.
+    """
+    if not any(continues):
+        return estimate(step)
+    # Join the samples of each episode, estimate, and split again.
+    firsts = [i for i, is_later in enumerate(continues) if not is_later]
+
+    def joined(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        spans = itertools.pairwise([*firsts, len(parts)])
+        return [np.concatenate(parts[start:end]) for start, end in spans]
+
+    whole = estimate(
+        StepRewards(
+            rewards=step.rewards[firsts],
+            groups=step.groups[firsts],
+            penalties=joined(step.penalties),
+            values=None if step.values is None else joined(step.values),
+        )
+    )
+    ends = np.cumsum([len(penalty) for penalty in step.penalties])[:-1]
+
+    def split(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return np.split(np.concatenate(parts), ends)
+
+    returns = None if whole.returns is None else split(whole.returns)
+    return Advantages(split(whole.advantages), returns)
 
 
 def group(step: StepRewards, normalize_std: bool = True) -> Advantages:

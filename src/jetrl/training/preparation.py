@@ -21,7 +21,13 @@ from jetrl.memory.out_of_memory import on_all_ranks, within_memory
 from jetrl.models.policy import Policy
 from jetrl.settings.loading import Settings
 from jetrl.training import packing
-from jetrl.training.advantages import Advantages, StepRewards, check_rewards, overlong_penalties
+from jetrl.training.advantages import (
+    Advantages,
+    StepRewards,
+    check_rewards,
+    of_episodes,
+    overlong_penalties,
+)
 from jetrl.training.host_math import exact_sum, mean, variance
 from jetrl.training.micro_batches import (
     MicroBatch,
@@ -71,7 +77,8 @@ class Preparation:
         forwarded = self._forward_all(packed)
         # Rewards minus penalties, then one advantage per trained token.
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
-        advantages = self.objective.advantages(rewards)
+        continues = [sample.continues for sample in samples]
+        advantages = of_episodes(self.objective.advantages, rewards, continues)
         if rewards.values is not None and advantages.returns is not None:
             metrics |= value_metrics(rewards.values, advantages.returns)
         return [

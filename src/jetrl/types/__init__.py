@@ -305,7 +305,9 @@ class Sample:
 
     `failure` is the reason for a missing verdict of the task, else "". `readable` is the prompt and
     the completion as a person would write them, to be shown next to them; "" for nothing. `extra`
-    is what a reward function noted about the completion (TRL's `log_extra`).
+    is what a reward function noted about the completion (TRL's `log_extra`). An episode of a
+    harness may have several samples in a row, with the same reward: all but the first `continues`
+    it, and statistics of rewards count the episode once.
     """
 
     prompt: Prompt
@@ -316,6 +318,7 @@ class Sample:
     failure: str = ""
     readable: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

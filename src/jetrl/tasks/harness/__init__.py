@@ -1,0 +1,1 @@
+"""Somebody's own harness: the process that runs its episodes, and those that come with jetrl."""
