@@ -15,6 +15,7 @@ from typing import Any
 from jetrl.session import RunResult, Session
 from jetrl.session.from_python import settings_of
 from jetrl.session.ranks import joined_in_script
+from jetrl.session.session import StepCallback
 from jetrl.settings.loading import Settings
 
 
@@ -27,6 +28,7 @@ def train(
     rewards: Any = (),
     reward_weights: Sequence[float] | None = None,
     task: Any = None,
+    callbacks: Sequence[StepCallback] = (),
     **sections: Any,
 ) -> RunResult:
     """Train with reinforcement learning for `loop.steps` steps, or resume from the last checkpoint.
@@ -44,6 +46,8 @@ def train(
         rewards: Functions (session/from_python.py), or names of verifiers, such as "math".
         reward_weights: Weight of each reward; default: 1.
         task: A task's name, class or instance, in place of data and rewards.
+        callbacks: Functions of (StepStats), called after each step; True ends the run, which
+            then writes its checkpoint, model and report.
         sections: Other settings, by section; a dict for `model`, `data` or `task` is that section.
 
     Raises:
@@ -54,7 +58,10 @@ def train(
     """
     own = {"model": model, "data": data, "rewards": rewards, "task": task}
     settings = settings_of(settings, **own, reward_weights=reward_weights, **sections)
-    with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
+    with (
+        joined_in_script(settings, resume) as resumed,
+        Session(settings, resumed, callbacks) as session,
+    ):
         session.warm_up()  # supervised, if sft.steps > 0
         session.evaluate_start()
         for number in session.steps():

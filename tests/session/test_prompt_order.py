@@ -52,6 +52,33 @@ def tried(order, i, solved, count):
     order.observe([Sample(prompt, 0, PromptInputs((1,)), completion, score) for score in scores])
 
 
+def ordered(kind, difficulties, use="prompts"):
+    prompts = [
+        EncodedPrompt(Prompt(id=f"p{i}", text="?", metadata={"level": d}), PromptInputs((1,)))
+        for i, d in enumerate(difficulties)
+    ]
+    words = [f"data.order={kind}", *["data.difficulty=level"] * (kind == "curriculum")]
+    return PromptOrder(load_config("demo", words), prompts, {}, use)
+
+
+def test_sequential_and_curriculum_repeat_their_order_in_every_epoch():
+    levels = [3, 1, 2.5, 1, 0]
+    sequential = ordered("sequential", levels)
+    assert [drawn(sequential, step, 3) for step in (1, 2, 3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    by_level = ordered("curriculum", levels)
+    assert [drawn(by_level, step, 3) for step in (1, 2)] == [[4, 1, 3], [2, 0, 4]]
+    assert drawn(ordered("curriculum", levels, "sft"), 1, 5) == [4, 1, 3, 2, 0]
+    assert drawn(ordered("sequential", levels, "oversample"), 1, 5) != [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("level", [None, "hard", True, float("nan")])
+def test_a_prompt_without_a_difficulty_is_named(level):
+    with pytest.raises(UserError, match=r"prompt 'p1' has level = .*set data\.difficulty"):
+        ordered("curriculum", [1, level])
+    with pytest.raises(UserError, match=r"data\.difficulty = level has no effect with data\.order"):
+        load_config("demo", ["data.difficulty=level"])
+
+
 def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
     tasks = ["a"] * 4 + ["b"] * 8
     mixed = order(tasks=tasks, weights={"a": 1.0, "b": 3.0})

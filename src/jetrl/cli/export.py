@@ -7,6 +7,7 @@ For example:
     jetrl export runs/lora adapters/mine                    a run's adapter, in PEFT's format
     jetrl export runs/lora models/mine --merge              a whole model, with the adapter merged
     jetrl export runs/lora adapters/mine --base models/b    the adapter and its random base
+    jetrl export runs/demo models/demo --push-to-hub me/demo --private   upload it, too
 """
 
 from __future__ import annotations
@@ -32,11 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--merge", action="store_true", help="merge the adapter into a whole model")
     add("--base", metavar="DIR", help="write the random base of the adapter to DIR, in float32")
     add("--overwrite", action="store_true", help="replace an existing model at OUT")
+    add("--push-to-hub", metavar="NAME", help="upload OUT as USER/MODEL, with a model card")
+    add("--private", action="store_true", help="make a new repository private")
     add("--device", choices=DEVICES, default="cpu", help="device to use")
     add_trust_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.private and args.push_to_hub is None:
+        raise UserError("--private is for --push-to-hub")
+    if args.push_to_hub is None:
+        return _export(args)
+    from jetrl.cli.hub import check_hub, push, write_card
+
+    check_hub(args.push_to_hub)  # before minutes of work
+    _export(args)
+    write_card(Path(args.out), args.model, args.dtype)
+    print(f"uploaded to {push(Path(args.out), args.push_to_hub, args.private)}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
     from jetrl.cli.opening import find_model, open_policy
     from jetrl.models import hf
     from jetrl.models.nvfp4_files import is_nvfp4

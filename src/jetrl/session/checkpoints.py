@@ -303,6 +303,22 @@ class RunCheckpoints:
         return None if step is None else self._steps.path(step)
 
     @property
+    def best_path(self) -> Path | None:
+        """Folder of the best checkpoint; None without checkpoint.keep_best, or without scores."""
+        step = world().from_first("the best checkpoint", self._steps.best)
+        return None if step is None else self._steps.path(step)
+
+    def load_best(self, trainer: Trainer) -> str:
+        """Load the best checkpoint into the trainer of a run that has ended; return a note."""
+        path = self.best_path
+        if path is None:
+            return (
+                "checkpoint.export = best: no checkpoint has a score; the last weights are exported"
+            )
+        loaded = self._steps.load(path, trainer.policy, trainer.optimizer)
+        return f"the exported model is the best checkpoint's, of step {loaded.step}"
+
+    @property
     def in_supervised_updates(self) -> bool:
         """True if the run was interrupted during supervised updates, after a checkpoint."""
         steps = world().from_first("the supervised checkpoints", self._supervised.steps)

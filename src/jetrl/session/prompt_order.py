@@ -1,8 +1,11 @@
-"""Prompt order: shuffled, mixed by weight, or by measured pass rate.
+"""Prompt order: shuffled, as given, by difficulty, or by measured pass rate; tasks by weight.
 
-`shuffle` is a function of (seed, step). Under `pass_rate`, a prompt is drawn with weight 4 p (1 -
-p), with its measured pass rate p, and at least `explore`: a prompt that is always or never solved
-gives zero advantages. Untried prompts have p = 1/2. Pass rates are saved in checkpoints.
+`shuffle` is a function of (seed, step); `sequential` (the order of the data) and `curriculum` (by
+a field of the rows, ascending) only of the step, and begin again with every epoch. Their extra
+prompts, of dynamic sampling and oversampling, are shuffled. Under `pass_rate`, a prompt is drawn
+with weight 4 p (1 - p), with its measured pass rate p, and at least `explore`: a prompt that is
+always or never solved gives zero advantages. Untried prompts have p = 1/2. Pass rates are saved in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jetrl.files import MOST_STEPS
 from jetrl.randomness import derive_seed, draw_range, shares, weighted_draw
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
-from jetrl.types import Sample
+from jetrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,12 @@ class PromptOrder:
             self._members.setdefault(encoded.prompt.task, []).append(index)
         self._weights = [weights.get(task, 1.0) for task in self._members]
         self._history: dict[str, tuple[float, float]] = {}
+        ordered = settings.data.order in ("sequential", "curriculum")
+        self._ordered = ordered and use in ("prompts", "sft")
+        if self._ordered and settings.data.order == "curriculum":
+            # Stable: prompts of equal difficulty keep the order of the data.
+            for members in self._members.values():
+                members.sort(key=lambda i: _difficulty(prompts[i].prompt, settings.data.difficulty))
         self._by_pass_rate = settings.data.order == "pass_rate" and use == "prompts"
         if self._by_pass_rate:
             (prompt_id, times), *_ = Counter(e.prompt.id for e in prompts).most_common(1)
@@ -116,6 +125,8 @@ class PromptOrder:
                 rates = np.array([self.rate(self._prompts[i].prompt.id) for i in members])
                 weight = np.maximum(4.0 * rates * (1.0 - rates), self._settings.data.explore)
                 chosen = weighted_draw(weight, now, derive_seed(seed, "pass_rate", step))
+            elif self._ordered:
+                chosen = [i % len(members) for i in range(before, before + now)]
             else:
                 chosen = draw_range(len(members), before, now, seed)
             # Interleave tasks evenly, so that every update of a step sees every task.
@@ -152,3 +163,14 @@ class PromptOrder:
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         self._history = {key: (float(counts[0]), float(counts[1])) for key, counts in state.items()}
+
+
+def _difficulty(prompt: Prompt, field: str) -> float:
+    """Return a prompt's difficulty for `curriculum`: a number in a field of its row."""
+    value = prompt.metadata.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+            f"data.order = curriculum: prompt {prompt.id!r} has {field} = {value!r:.60}, and a "
+            "finite number is needed; set data.difficulty to the field that has it"
+        )
+    return value

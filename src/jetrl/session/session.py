@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -59,9 +59,12 @@ from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.training.mismatch import StepMismatchError
 from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer
-from jetrl.types import Sample
+from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
+
+StepCallback = Callable[[StepStats], object]
+"""Called after each step is recorded, on every rank; a true result ends the run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class RunResult:
     """Outcome of a run, and why it `stopped` early; paths are None if nothing was written.
 
     `chats`: True if it trained on chat prompts rather than plain text. `digest`: of all its steps,
-    64 hex digits (runs/digest.py); "" if it has none.
+    64 hex digits (runs/digest.py); "" if it has none. `best_path`: the kept checkpoint with the
+    highest score, with checkpoint.keep_best.
     """
 
     run_path: Path
@@ -80,16 +84,21 @@ class RunResult:
     stopped: str = ""
     chats: bool = False
     digest: str = ""
+    best_path: Path | None = None
 
 
 class OpenRun:
     """Models, data and run directory of an attempt at a run, as a context manager.
 
-    `last_step` is the last complete step, of this attempt or an earlier one.
+    `last_step` is the last complete step, of this attempt or an earlier one. `callbacks` are called
+    after each step.
     """
 
-    def __init__(self, settings: Settings, resume: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, resume: bool = False, callbacks: Sequence[StepCallback] = ()
+    ) -> None:
         self.settings = settings
+        self._callbacks = callbacks
         self.last_step = Step(0)
         self._resumes = resume
         self._began = time.monotonic()
@@ -500,6 +509,10 @@ class Session(OpenRun):
         # Write the metrics line last: a step without one is repeated by a resume.
         run.write_line(number, metrics, step.samples, digest=digest)
         self._step_notes.on_record(number, metrics)
+        # All are called, also after one that ends the run.
+        asked = [callback(StepStats(number, metrics, step.samples)) for callback in self._callbacks]
+        if any(asked) and not run.stops.reason:
+            run.stops.reason = f"a callback ended the run after step {number}"
 
     def finish(self, out: str | Path | None = None) -> RunResult:
         """Export the model, also to `out` if given, and end the run.
@@ -514,6 +527,10 @@ class Session(OpenRun):
             self._save_last_step()
             run.stops.raise_signal()
             run.attempt.end("stopped", stopped)
+        run.checkpoints.wait()  # the last one may be the best
+        best_path = run.checkpoints.best_path
+        if self.settings.checkpoint.export == "best":
+            run.display.note(run.checkpoints.load_best(self.trainer))
         # Under fp32, export without rounding, so that the exported model is the policy.
         is_fp32 = self.context.policy.plan.reads_masters
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
@@ -528,6 +545,7 @@ class Session(OpenRun):
             stopped=stopped,
             chats=any(encoded.prompt.messages is not None for encoded in self.context.prompts),
             digest=run.digest.text,
+            best_path=best_path,
         )
 
     # Parts of the verbs

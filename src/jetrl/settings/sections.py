@@ -171,8 +171,11 @@ class TaskSettings(Section):
 class DataSettings(Section):
     """The section `[data]`: prompt order and sample selection (docs/data.md)."""
 
-    order: Literal["shuffle", "pass_rate"] = "shuffle"
-    """pass_rate: sample prompts with a pass rate near 50% more often"""
+    order: Literal["shuffle", "sequential", "curriculum", "pass_rate"] = "shuffle"
+    """sequential: the order of the data; curriculum: by difficulty, easiest first; pass_rate:
+    sample prompts with a pass rate near 50% more often"""
+    difficulty: Text = "difficulty"
+    """field of a row (prompt.metadata) with a number that curriculum sorts by, ascending"""
     explore: Mass = 0.1
     """minimum sampling weight of a prompt under pass_rate; a prompt with a pass rate of 50% has
     weight 1"""
@@ -190,6 +193,7 @@ class DataSettings(Section):
     def read_by_something(self) -> DataSettings:
         """Check that the chosen order and batch use each key that is set."""
         readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
+        readers["difficulty"] = ("order", "curriculum")
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and getattr(self, other) != reader:
@@ -375,6 +379,9 @@ class CheckpointSettings(Section):
     """number of most recent checkpoints to keep"""
     keep_best: NonNegative = 0
     """number of best checkpoints to keep in addition, by mean eval reward (else training reward)"""
+    export: Literal["last", "best"] = "last"
+    """weights of the model that a run writes at its end; best: of the best checkpoint that it
+    kept, which needs keep_best of at least 1"""
     background: bool = True
     """copy to CPU memory and write in the background while training continues"""
 
@@ -574,6 +581,8 @@ class Settings(Section):
             yield f"teacher.kl = vocabulary with rollout.top_p, top_k or min_p: {why}; use kl=token"
 
     def _single_problems(self) -> Iterator[str]:
+        if self.checkpoint.export == "best" and not self.checkpoint.keep_best:
+            yield "checkpoint.export = best needs checkpoint.keep_best of at least 1"
         if self.loop.epochs is not None and not self.loop.steps:
             yield "loop.epochs needs loop.steps above 0, or unset"
         if self.rollout.speculation == "head" and not self.loop.steps:

@@ -188,6 +188,11 @@ class CheckpointFolder:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self.path(step).rename(self.writing_path(step)))
 
+    def best(self) -> int | None:
+        """Return the step with the highest score (of equals the last); None without keep_best."""
+        scored = [(score, s) for s in self.steps() if (score := self._score(s)) is not None]
+        return max(scored)[1] if scored else None
+
     def _score(self, step: int) -> float | None:
         """Return the score of a checkpoint, or None if it has none or is damaged."""
         with contextlib.suppress(OSError, UserError, TypeError):  # of None
