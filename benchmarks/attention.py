@@ -16,7 +16,7 @@ fill the cache faster.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.portable import attention_backward as portable_backward
 from jetrl.kernels.portable import attention_decode as portable_decode
 from jetrl.kernels.portable import attention_forward as portable_forward
-from jetrl.kernels.portable.attention_forward import VARIANTS
 from jetrl.models.families import ModelConfig
 
 DECODE = [(64, 8192), (64, 1024), (8, 8192), (256, 512), (1, 32768)]
@@ -170,47 +169,30 @@ def bench_decode(heads: Heads, batch: int, length: int, kv: str) -> Row:
     return {"sequences": batch, "tokens": length, "us": 1e6 * seconds, "tb_per_s": rate}
 
 
-def variants_of(kv: str, names: Iterable[str]) -> Iterator[tuple[Row, Kernels]]:
-    """Yield the kernels of a format of keys: all chosen variants of the portable forward."""
-    if kv != INTEGER:
-        yield {}, HOPPER
-        return
-    for name in names:
-        forward = partial(portable_forward.attend_staged, config=VARIANTS[name])
-        yield {"variant": name}, replace(PORTABLE, forward=forward)
-
-
-def bench_packed(
-    heads: Heads, sequences: int, length: int, kv: str, variants: Sequence[str] = ()
-) -> Iterator[Row]:
-    """Yield the rows of the training forward and backward, for each variant."""
+def bench_packed(heads: Heads, sequences: int, length: int, kv: str) -> Row:
+    """Return the row of the training forward and backward."""
     tokens = sequences * length
     q, codes = heads.random_queries(tokens), heads.random_codes((tokens,), kv)
     do = torch.randn_like(q)
     tiles = QueryTiles.packed(range(0, tokens + 1, length), heads.device)
-    first = kernels_of(kv)
-    staged = first.stage(codes, tiles)
-    o, lse = first.forward(q, staged, tiles)
+    kernels = kernels_of(kv)
+    staged = kernels.stage(codes, tiles)
+    o, lse = kernels.forward(q, staged, tiles)
     flops = 2 * sequences * length**2 * heads.queries * heads.dim
-    stage = milliseconds(lambda: first.stage(codes, tiles))
-    backward = milliseconds(lambda: first.backward(do, q, codes, o, lse, tiles))
-    for named, kernels in variants_of(kv, variants):
-        forward = partial(kernels.forward, q, staged, tiles)
-        different = int((forward()[0].view(torch.int16) != o.view(torch.int16)).sum())
-        kernel = milliseconds(forward)
-        yield {
-            **named,
-            "sequences": sequences,
-            "tokens": length,
-            "head_dim": heads.dim,
-            "different": different,
-            "stage_ms": stage,
-            "forward_ms": kernel,
-            "forward_tflops": flops / kernel / 1e9,
-            "forward_with_staging_tflops": flops / (kernel + stage) / 1e9,
-            "backward_ms": backward,
-            "backward_tflops": 2.5 * flops / backward / 1e9,
-        }
+    stage = milliseconds(lambda: kernels.stage(codes, tiles))
+    backward = milliseconds(lambda: kernels.backward(do, q, codes, o, lse, tiles))
+    kernel = milliseconds(lambda: kernels.forward(q, staged, tiles))
+    return {
+        "sequences": sequences,
+        "tokens": length,
+        "head_dim": heads.dim,
+        "stage_ms": stage,
+        "forward_ms": kernel,
+        "forward_tflops": flops / kernel / 1e9,
+        "forward_with_staging_tflops": flops / (kernel + stage) / 1e9,
+        "backward_ms": backward,
+        "backward_tflops": 2.5 * flops / backward / 1e9,
+    }
 
 
 def bench_torch(heads: Heads, sequences: int, length: int, backend: SDPBackend) -> Row:
@@ -265,8 +247,7 @@ def attention_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
         for case in DECODE if "decode" in args.parts else []:
             yield {"part": "decode", "kv": kv, **bench_decode(heads, *case, kv)}
         for own, sequences, length in packed if "packed" in args.parts else []:
-            for row in bench_packed(own, sequences, length, kv, args.variant):
-                yield {"part": "packed", "kv": kv, **row}
+            yield {"part": "packed", "kv": kv, **bench_packed(own, sequences, length, kv)}
         for case in PREFILL if "prefill" in args.parts else []:
             yield {"part": "prefill", "kv": kv, **bench_prefill(heads, *case, kv)}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
@@ -275,17 +256,10 @@ def attention_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --parts, --kv and --variant."""
+    """Add --parts and --kv."""
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless named")
     parser.add_argument(
         "--kv", nargs="+", choices=KV_CHOICES, default=KV, help="formats of keys and values"
-    )
-    parser.add_argument(
-        "--variant",
-        nargs="+",
-        choices=VARIANTS,
-        default=list(VARIANTS),
-        help="of the forward of `integer` in training; default: all",
     )
 
 

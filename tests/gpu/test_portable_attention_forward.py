@@ -16,7 +16,7 @@ from tests.kernels.attention_forward_cases import (
 )
 
 from jetrl.kernels.attention.layout import QueryTiles
-from jetrl.kernels.portable.attention_forward import VARIANTS, Config, attend_staged, stage_keys
+from jetrl.kernels.portable.attention_forward import Config, attend_staged, stage_keys
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,8 @@ CASES = {
 }  # fmt: skip
 CONFIGS = [
     Config(),
-    *VARIANTS.values(),
+    Config(stages=3, stacked=True),
+    Config(channels=128, stages=3),
     Config(channels=128, stages=2, registers=168),
     Config(rows=32, warps=2),
     Config(rows=128, channels=128, warps=8),

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     assert different == 0, f"decode and the training forward differ in {different} values"
     rows = [
         attention.bench_decode(HEADS, 1, 70, "integer"),
-        *attention.bench_packed(HEADS, 1, 70, "integer", ["planes apart", "planes stacked"]),
+        attention.bench_packed(HEADS, 1, 70, "integer"),
         attention.bench_prefill(HEADS, 3, 70, "integer"),
         attention.bench_torch(HEADS, 1, 70, SDPBackend.FLASH_ATTENTION),
     ]
