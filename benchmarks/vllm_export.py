@@ -19,7 +19,8 @@ differs by nats from all plans. Roundings of a trained model differ by hundredth
 weights at the shape of 8B differ by nats as well, so such weights prove nothing here.
 
 vLLM's CPU kernel for FP8 blocks leaves inputs in BF16, so compare it with `bf16`. vLLM offers it
-only on CPUs with AMX; with --fp8-without-amx it takes the kernel's path for AVX-512.
+only on CPUs with AMX; with --fp8-without-amx it takes the kernel's path for AVX-512. With
+--fp8-in-torch the weights that vLLM has read are multiplied in BF16 by torch, also of experts.
 """
 
 from __future__ import annotations
@@ -115,6 +116,48 @@ def offer_fp8_without_amx() -> None:
     CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
 
 
+def multiply_fp8_in_torch() -> None:
+    """Have vLLM multiply by its FP8 blocks, dense and of experts, in BF16 by torch, on any CPU."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn.functional import linear, silu
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    def values(codes: Tensor, scales: Tensor) -> nn.Parameter:
+        """Return codes [..., N, K] with scales of 128 x 128 blocks as bfloat16 values."""
+        whole = scales.float().repeat_interleave(128, -2).repeat_interleave(128, -1)
+        whole = whole[..., : codes.shape[-2], : codes.shape[-1]]
+        return nn.Parameter((codes.float() * whole).bfloat16(), requires_grad=False)
+
+    def read_dense(self: Any, layer: nn.Module) -> None:
+        layer.weight = values(layer.weight, layer.weight_scale_inv)
+
+    def multiply(self: Any, layer: nn.Module, x: Tensor, bias: Any = None, **_: Any) -> Tensor:
+        return linear(x, layer.weight, bias)
+
+    def read_experts(self: Any, layer: nn.Module) -> None:
+        layer.w13_weight = values(layer.w13_weight, layer.w13_weight_scale_inv)
+        layer.w2_weight = values(layer.w2_weight, layer.w2_weight_scale_inv)
+
+    def multiply_experts(
+        self: Any, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: Any
+    ) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+            tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = linear(x[tokens], w13).float().chunk(2, dim=-1)
+            y = linear((silu(gate) * up).bfloat16(), w2).float()
+            out.index_add_(0, tokens, y * topk_weights[tokens, slots, None])
+        return out.to(x.dtype)
+
+    CPUFp8BlockScaledMMKernel.process_weights_after_loading = read_dense
+    CPUFp8BlockScaledMMKernel.apply_weights = multiply
+    Fp8MoEMethod.process_weights_after_loading = read_experts
+    Fp8MoEMethod.apply = multiply_experts
+    Fp8MoEMethod.is_monolithic = False
+
+
 def compare(
     ours: dict[str, list[list[float]]], theirs: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
@@ -162,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of our side")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--fp8-without-amx", action="store_true", help="of vLLM, on a CPU")
+    parser.add_argument("--fp8-in-torch", action="store_true", help="the same, on any CPU")
     parser.add_argument("--work", type=Path, default=Path("build/bench/vllm_export"))
     parser.add_argument("--out", type=Path, default=Path("build/bench/vllm_export.json"))
     args = parser.parse_args(argv)
@@ -174,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not written.is_file():
         parser.error(f"{written}: no such file; run --side ours with the same --work first")
     set_environment()
-    if args.fp8_without_amx:
+    if args.fp8_without_amx or args.fp8_in_torch:
         offer_fp8_without_amx()
+    if args.fp8_in_torch:
+        multiply_fp8_in_torch()
     ours = json.loads(written.read_text(encoding="utf-8"))
     theirs = vllm_logprobs(args.work / "model", ours["prompts"], args.kv_cache_dtype)
     rows = compare(ours["logprobs"], theirs)
