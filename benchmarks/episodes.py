@@ -37,8 +37,8 @@ METRICS = (
     "timing/step_s",
 )
 SFT = """
-    sft.steps=45 sft.examples_per_step=16 sft.lr=2e-3 loop.steps=0 eval.every=0 rollout.max_tokens=160
-    task.options.checker=zero
+    sft.steps=45 sft.examples_per_step=16 sft.lr=2e-3 loop.steps=0 eval.every=0
+    rollout.max_tokens=160 task.options.checker=zero
 """
 RL = """
     task=endpoint rollout.prompts_per_step=8 rollout.samples_per_prompt=8 rollout.max_tokens=256

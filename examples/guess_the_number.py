@@ -33,7 +33,9 @@ class Game:
         game.reset(num_players=1)
         messages = [{"role": "user", "content": f"1 to {self.largest}?"}]
         async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
-            for guesses in range(1, self.turns + 1):
+            guesses = 0
+            while True:
+                guesses += 1
                 answer = await client.chat.completions.create(
                     model=episode.model, messages=messages, max_tokens=8
                 )

@@ -23,8 +23,7 @@ class Harness:
     """Plays tasks of an environment; the first `test_size` tasks are the split `test`.
 
     Args:
-        name: Id of the taskset.
-        size: Tasks of the split `train`, at most.
+        size: At most so many tasks are in the split `train`.
         agent: Program that plays, an id of verifiers' harnesses.
         env: More of verifiers' environment: `id`, and tables such as `taskset`.
     """
