@@ -16,6 +16,7 @@ from tests.serve.conftest import TEMPLATE
 from tests.training.shared import config
 
 from jetrl import load_config, train
+from jetrl.cli.main import main
 from jetrl.errors import RunStopped, UserError
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import train_bpe_tokenizer
@@ -142,6 +143,18 @@ def test_episodes_are_trained_as_they_were_drawn(settings: Any, tmp_path: Path) 
     without_last_checkpoint(whole.run_path, tmp_path / "cut")
     resumed = train(settings("play", *words, name="cut"), resume=True)
     assert resumed.digest == whole.digest
+
+
+def test_jetrl_eval_says_that_it_plays_no_episodes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "play.py").write_text(PLAY)
+    (tmp_path / "test.jsonl").write_text('{"ask": "a", "n": 0}\n')
+    given = ["--task", "endpoint", "--path", str(tmp_path), "--device", "cpu"]
+    assert (
+        main(["eval", str(model), *given, "--option", f"harness={tmp_path}/play.py:one_turn"]) == 2
+    )
+    assert "jetrl eval plays no episodes of a harness" in capsys.readouterr().err
 
 
 def test_a_command_plays_too(settings: Any, tmp_path: Path) -> None:

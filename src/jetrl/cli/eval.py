@@ -223,9 +223,16 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
 def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
     """Return task and scorer; files named by the run need --trust-task to be imported."""
     from jetrl.tasks import Scorer, build_task
+    from jetrl.tasks.endpoint import Endpoint
 
     with _trusting(args, one):
-        return build_task(one.task), Scorer.from_settings(one.task, one.params.n)
+        task = build_task(one.task)
+        if isinstance(task, Endpoint):
+            raise UserError(
+                f"task {one.task.name}: jetrl eval plays no episodes of a harness; a run does "
+                "with eval.every, or let the harness talk to jetrl serve"
+            )
+        return task, Scorer.from_settings(one.task, one.params.n)
 
 
 def _trusting(args: argparse.Namespace, one: OneSet) -> contextlib.AbstractContextManager[None]:
