@@ -45,6 +45,8 @@ UNDEFINED = {
     *("swiglu_backward_values_", "attend_equal_lengths", "attend_equal_lengths_backward"),
     *("attend_prefill_quantized", "attend_decode_quantized"),
     *("fp8_grouped_matmul", "fp8_grouped_gradient", "fp8_grouped_dgrad", "fp8_grouped_wgrad"),
+    *("bf16_grouped_matmul", "bf16_grouped_dgrad"),
+    *("add_bf16_grouped_product", "add_bf16_grouped_wgrad"),
 }
 # What only these plans ask for.
 DEFINED = {
