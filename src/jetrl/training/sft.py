@@ -139,7 +139,28 @@ class PairMinibatch(Minibatch):
         return [self.pairs[part.start : part.stop] for part in ranges]
 
 
-class RewardTrainer(_Supervised):
+class _PairTrainer(_Supervised):
+    """A trainer on pairs, whose loss has the margin of each pair as its output."""
+
+    _update: Update
+
+    def _update_on(
+        self, pairs: Sequence[Pair | ExamplePair], *, margins: str, skipped: str
+    ) -> dict[str, float]:
+        """Run one update; return its metrics, those of margins and skips under these names."""
+        # Accuracy and margin over all pairs, from before the weights change.
+        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
+        margin = torch.cat(accumulated.all_outputs())
+        accumulated.metrics[f"{margins}/accuracy"] = total(margin > 0) / len(margin)
+        accumulated.metrics[f"{margins}/margin"] = total(margin) / len(margin)
+        stats = self._update.finish(accumulated)
+        metrics = self._common(stats)
+        if not stats.applied:
+            return metrics | {f"{skipped}/skipped_updates": 1.0}
+        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
+
+
+class RewardTrainer(_PairTrainer):
     """Trains a scalar model on pairs of sequences, with its own optimizer."""
 
     def __init__(
@@ -158,16 +179,7 @@ class RewardTrainer(_Supervised):
         update reports only sft/lr, sft/tokens and reward_model/skipped_updates.
         """
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
-        # Accuracy and margin over all pairs, as scored before the weights change.
-        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
-        margin = torch.cat(accumulated.all_outputs())
-        accumulated.metrics["reward_model/accuracy"] = total(margin > 0) / len(margin)
-        accumulated.metrics["reward_model/margin"] = total(margin) / len(margin)
-        stats = self._update.finish(accumulated)
-        metrics = self._common(stats)
-        if not stats.applied:
-            return metrics | {"reward_model/skipped_updates": 1.0}
-        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
+        return self._update_on(pairs, margins="reward_model", skipped="reward_model")
 
     def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
         # Better and worse sequences alternate in one packed batch; scores are at the last tokens.
@@ -182,7 +194,7 @@ class RewardTrainer(_Supervised):
         return MicroBatchLoss(loss, outputs=(better - worse).detach())
 
 
-class DpoTrainer(_Supervised):
+class DpoTrainer(_PairTrainer):
     """Trains a policy on pairs of completions (Rafailov et al. 2023, "DPO", arXiv 2305.18290).
 
     With r the log-prob of a completion less that of the frozen `reference`, the margin of a pair is
@@ -208,15 +220,7 @@ class DpoTrainer(_Supervised):
         prompts), and from before the update dpo/accuracy (of margins above 0) and dpo/margin
         (mean). A skipped update reports policy/skipped_updates in place of the rest.
         """
-        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
-        margin = torch.cat(accumulated.all_outputs())
-        accumulated.metrics["dpo/accuracy"] = total(margin > 0) / len(margin)
-        accumulated.metrics["dpo/margin"] = total(margin) / len(margin)
-        stats = self._update.finish(accumulated)
-        metrics = self._common(stats)
-        if not stats.applied:
-            return metrics | {"policy/skipped_updates": 1.0}
-        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
+        return self._update_on(pairs, margins="dpo", skipped="policy")
 
     def accuracy(self, pairs: Sequence[ExamplePair]) -> float:
         """Return the fraction of pairs with a margin above 0; ranks share the forwards."""
