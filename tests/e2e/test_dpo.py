@@ -77,6 +77,9 @@ def test_what_has_no_effect_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["demo", *TINY, "sft.steps=2", f"run.dir={tmp_path}", "run.name=run"]
     assert main(["sft", *words]) == 2
     assert "sft.dpo_beta=0.5' has no effect without --task dpo" in capsys.readouterr().err
+    for word in ("train.graphs=on", "train.router_aux_loss=0.1"):
+        assert command(tmp_path, "run", "sft.steps=2", word) == 2
+        assert "has no effect in training on pairs" in capsys.readouterr().err
     noise = ["adapter.kind=lora", "adapter.train_norms=true", "reference.path=none"]
     assert command(tmp_path, "run", "sft.steps=2", *noise) == 2
     assert "set reference.path" in capsys.readouterr().err

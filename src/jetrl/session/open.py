@@ -61,7 +61,7 @@ from jetrl.session.recorded import RecordedRollouts
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.loading import Settings
-from jetrl.settings.sections import verified_drafts
+from jetrl.settings.sections import TrainSettings, verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.registry import trained_on
@@ -253,6 +253,7 @@ def check_pairs(
     plan = PrecisionPlan.from_settings(settings.precision)
     _check_place(settings, plan, resume, machine.cards)
     _refuse_undefined("training on pairs", plan)
+    _refuse_unread_by_pairs(settings.train)
     config = model_config(settings)
     config = config if dpo else config.with_scalar_head()
     others = OtherModels.of(settings) if dpo else OtherModels()
@@ -390,6 +391,16 @@ def _refuse_undefined(what: str, plan: PrecisionPlan) -> None:
             f"{what}: its operations are not defined for every machine yet, as preset {plan.name} "
             "needs them (docs/bits.md); use precision.preset = int8 with it"
         )
+
+
+def _refuse_unread_by_pairs(train: TrainSettings) -> None:
+    """Raise a UserError for settings that training on pairs would ignore."""
+    asked = {
+        "train.graphs = on": train.graphs == "on",
+        f"train.router_aux_loss = {train.router_aux_loss}": train.router_aux_loss > 0,
+    }
+    for setting in (name for name, given in asked.items() if given):
+        raise UserError(f"{setting} has no effect in training on pairs: leave it out")
 
 
 def _check_contexts(
