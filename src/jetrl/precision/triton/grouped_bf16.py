@@ -23,7 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.precision.groups import Groups
-from jetrl.precision.triton.grouped_int8 import SIDE, most_tiles, rows_of_tile, tiles_of_groups
+from jetrl.precision.triton.grouped_int8 import (
+    SIDE,
+    has_few_rows,
+    most_tiles,
+    rows_of_tile,
+    tiles_of_groups,
+)
 from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
@@ -41,7 +47,6 @@ TILES = {
     "small": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
 }
 WGRAD = {"large": Tile(128, 256, 64, 8, 3), "small": Tile(128, 128, 64, 8, 4)}
-_FEW = 40  # mean rows per expert up to which tiles have 64 rows
 
 
 @triton.jit
@@ -209,8 +214,7 @@ def _product(
     assert len(x) == (len(groups.places) if by_token else rows), f"{len(x)} rows of X"
     if not rows:
         return
-    few = cdiv(rows, min(rows, experts)) <= _FEW
-    tile = tile or TILES[memory_class(x.device)][few]
+    tile = tile or TILES[memory_class(x.device)][has_few_rows(rows, experts)]
     _product_kernel[(most_tiles(rows, experts, tile.rows) * cdiv(columns, tile.columns),)](
         x,
         w,

@@ -31,6 +31,7 @@ from jetrl.precision.quantize import FORMATS, FP8_BLOCK, QTensor
 from jetrl.precision.triton.grouped_int8 import (
     SIDE,
     blocks_of_group,
+    has_few_rows,
     most_tiles,
     rows_of_tile,
     tiles_of_groups,
@@ -53,7 +54,6 @@ TILES = {
     "small": (Tile(128, 128, 128, 8, 2), Tile(64, 64, 128, 4, 3)),
 }
 WGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(128, 128, 128, 8, 2)}
-_FEW = 40  # mean rows per expert up to which tiles have 64 rows
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
@@ -296,8 +296,7 @@ def _product(
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if not rows:
         return out
-    few = cdiv(rows, min(rows, experts)) <= _FEW
-    tile = tile or TILES[memory_class(x.codes.device)][few]
+    tile = tile or TILES[memory_class(x.codes.device)][has_few_rows(rows, experts)]
     a_codes = whole_groups(x.codes, x.shape[0])
     a_scales = x.scales if x.scales.stride(0) == 1 else x.scales.mT.contiguous().mT
     _product_kernel[(most_tiles(rows, experts, tile.rows) * cdiv(columns, tile.columns),)](

@@ -86,6 +86,11 @@ def tile_class(rows: int, experts: int) -> int:
     return min((size for size in _LARGE if mean <= size), default=0)
 
 
+def has_few_rows(rows: int, experts: int) -> bool:
+    """Return whether tiles of 64 rows are for this mean number of rows per expert, not of 128."""
+    return cdiv(rows, min(rows, experts)) <= 40
+
+
 def most_tiles(rows: int, experts: int, size: int) -> int:
     """Return the largest number of tiles of `size` rows, whatever the sizes of groups are."""
     return (rows + min(rows, experts) * (size - 1)) // size
