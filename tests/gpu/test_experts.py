@@ -1,7 +1,4 @@
-"""Mixtures of experts on a GPU: sampler and trainer agree; `integer` has the bits of a CPU.
-
-A GPU refuses experts (`Backend.experts`) until these tests have passed on one.
-"""
+"""Mixtures of experts on a GPU: sampler and trainer agree; `integer` has the bits of a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tests.precision.test_experts import check_dense_bits
 
 from jetrl import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import Backend, has_kernels, selected_backend
+from jetrl.precision.backend import has_kernels, selected_backend
 from jetrl.session.parity import locate, measure, random_prompts
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +26,21 @@ QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | QWEN3,
     "with dense layers": EXPERTS | QWEN3 | {"mlp_only_layers": [0]},
+    "olmoe": EXPERTS
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "head_dim": 64,
+        "intermediate_size": 192,
+    },
+    "qwen2_moe": EXPERTS
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "head_dim": 64,
+        "shared_expert_intermediate_size": 320,
+    },
 }
-
 
 PLANS = {
     "integer": PrecisionPlan.preset("integer"),
@@ -48,8 +58,7 @@ IN_BF16 = {
 
 
 @pytest.fixture(params=["hopper", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(Backend, "check_experts", lambda self: None)
+def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -59,7 +68,10 @@ def policy(family: str, plan: str = "integer", device: str = "cuda") -> Policy:
 
 @pytest.mark.parametrize(
     "family, plan",
-    [*(("qwen3_moe", plan) for plan in PLANS | IN_BF16), ("with dense layers", "int8")],
+    [
+        *(("qwen3_moe", plan) for plan in PLANS | IN_BF16),
+        *((family, plan) for family in list(FAMILIES)[1:] for plan in ("int8", "integer")),
+    ],
 )
 def test_sampled_logprobs_are_the_trainers(family: str, plan: str, backend: str) -> None:
     with selected_backend(backend, defined=(PLANS | IN_BF16)[plan].defined):
@@ -85,16 +97,14 @@ def check_sides(p: Policy) -> None:
     assert result.tokens == 12 * 3 * 80
 
 
-def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(backend: str) -> None:
+@pytest.mark.parametrize("family", ["with dense layers", "olmoe", "qwen2_moe"])
+def test_a_forward_and_a_backward_have_the_bits_of_a_cpu(family: str, backend: str) -> None:
     with selected_backend(backend, defined=True):
-        check_against_a_cpu("with dense layers")
+        check_against_a_cpu(family)
 
 
 @pytest.mark.parametrize("plan", ["int8", "unified"])
-def test_adapters_of_experts_sample_as_they_train(
-    plan: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backend, "check_experts", lambda self: None)
+def test_adapters_of_experts_sample_as_they_train(plan: str) -> None:
     targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
     with selected_backend("hopper"):
         p = adapted_policy(plan, changes=FAMILIES["qwen3_moe"], targets=targets)

@@ -332,9 +332,7 @@ def check_device(
     if backend is REFERENCE:
         return
     backend.check_plan(plan.defined, plan.integer_attention)
-    if any(isinstance(layer.block, ExpertsShape) for layer in config.layers):
-        backend.check_experts()
-        _check_expert_formats(config, plan, backend)
+    _check_expert_formats(config, plan, backend)
     if backend.defined and plan.scales != "fp32":
         raise UserError(
             f"precision.scales = {plan.scales}: no kernel of a GPU rounds queries in INT8 with it; "

@@ -151,7 +151,6 @@ class Backend:
         dtypes: The storage dtypes of supported number formats.
         shared_memory: Bytes of shared memory per thread block.
         multiprocessors: Number of SMs, by which products are tiled.
-        experts: Whether it runs `precision.experts`.
         defined: Whether every operation has the bits of its reference, and attention INT8 queries.
         adapters: Whether its tables have the products of adapters.
     """
@@ -168,7 +167,6 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = ()
     shared_memory: int = 0
     multiprocessors: int = 0
-    experts: bool = False
     defined: bool = False
     adapters: bool = False
 
@@ -185,14 +183,6 @@ class Backend:
                 f"the GPU's attention takes head_dim {sizes} and at most {self.max_group} query "
                 f"heads a key head, not {head_dim} and {group}; use run.device=cpu, or the fp32 "
                 "preset"
-            )
-
-    def check_experts(self) -> None:
-        """Raise a UserError if there are no kernels of experts."""
-        if not self.experts:
-            raise UserError(
-                f"{self.gpus} has no kernels for experts yet; use run.device=cpu, or "
-                "run.backend=reference (slow)"
             )
 
     def check_plan(self, defined: bool, integer_attention: bool) -> None:
