@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from tests.distributed.ranks import run_ranks
+from tests.distributed.runs import results
 from tests.e2e.small import metrics, task_of, without_last_checkpoint
 from tests.serve.conftest import TEMPLATE
 from tests.training.shared import config
@@ -143,6 +145,20 @@ def test_episodes_are_trained_as_they_were_drawn(settings: Any, tmp_path: Path) 
     without_last_checkpoint(whole.run_path, tmp_path / "cut")
     resumed = train(settings("play", *words, name="cut"), resume=True)
     assert resumed.digest == whole.digest
+
+
+def _trained(given: Any) -> Path:
+    return train(given).run_path
+
+
+def test_two_ranks_with_a_harness_each_have_the_results_of_one(settings: Any) -> None:
+    words = ["eval.every=2", "eval.prompts=2", "eval.samples=1"]
+    alone = _trained(settings("play", *words, name="alone"))
+    two = run_ranks(2, _trained, settings("play", *words, name="two"))
+    assert results(two[0]) == results(alone)
+    last = RunDirectory.open(two[0]).metrics("rl")[-1]
+    assert last["distributed/size"] == 2
+    assert last["mismatch/num_different"] == 0 < last["mismatch/num_tokens"]
 
 
 def test_jetrl_eval_says_that_it_plays_no_episodes(
