@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from pathlib import Path
@@ -37,6 +38,14 @@ PARTIAL = [
     "rollout.max_tokens=12",
     "rollout.max_batch_size=7",  # so that some are cut off
     "loop.steps=4",
+]
+
+FILTERED = [
+    *STEPS_ALONE,
+    *("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.05", "rollout.temperature=0.8"),
+    "model.config.initializer_range=0.3",  # so that each filter excludes tokens
+    "algorithm.kl=0.01",
+    "loop.steps=3",
 ]
 
 _FLIPPED = "layers.0.down.0"
@@ -134,6 +143,21 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
     records = [record for step in (1, 2) for record in turns.rollouts(step)]
     assert {len(record["turns"]) for record in records} >= {2, 3}
     assert any("half of a character" in record["failure"] for record in records)
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.kind=lora", "adapter.rank=4"]], ids=len)
+def test_filtered_sampling_has_the_same_results_on_two_ranks(
+    tmp_path: Path, adapter: list[str]
+) -> None:
+    words = [*FILTERED, *adapter]
+    alone = Path(run_small(str(tmp_path), "alone", *words))
+    two = Path(run_ranks(2, run_small, str(tmp_path), "two", *words)[0])
+    assert results(two) == results(alone)
+    for line in RunDirectory.open(two).metrics("rl"):
+        assert line["mismatch/num_different"] == 0 < line["mismatch/num_tokens"]
+        assert line["policy/entropy"] < math.log(5)  # of the tokens that top_k leaves
+    last = RunDirectory.open(two).metrics("rl")[-1]
+    assert (last["distributed/size"], last["policy/kl_ref"] > 0) == (2, True)
 
 
 def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -79,6 +81,46 @@ class Rows:
     def rows(self, split): return [{"n": i} for i in range(self.count)]
     def play(self, episode): return one_turn(episode)
 """
+# A taskset of verifiers with its own agent, which asks twice through the interception server.
+TASKSET = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from verifiers.v1.runtimes import ProgramResult
+
+__all__ = ["Letters", "Twice"]
+
+class Data(vf.TaskData):
+    letter: str
+
+class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def share(self, trace):
+        said = "".join(str(message.content) for message in trace.assistant_messages)
+        return said.count(self.data.letter) / (1 + len(said))
+
+    @vf.reward(weight=2.0)
+    async def turns(self, trace):
+        return float(trace.num_turns)
+
+class Letters(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        return [Task(Data(prompt=f"say {x}", letter=x), self.config.task) for x in "aeinst"]
+
+class Twice(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, *_, **__):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            for _ in range(2):
+                answer = await client.chat.completions.create(
+                    model=ctx.model, messages=messages, max_tokens=8)
+                said = answer.choices[0].message.content
+                messages += [{"role": "assistant", "content": said},
+                             {"role": "user", "content": "again"}]
+        return ProgramResult(0, "", "")
+"""
+VERIFIERS_PYTHON = os.environ.get("JETRL_VERIFIERS_PYTHON", sys.executable)
 SHORT = """
     eval.every=0 report.enabled=false run.device=cpu precision.preset=int8 checkpoint.every=0
     rollout.samples_per_prompt=4
@@ -241,6 +283,33 @@ def test_rows_of_the_harness_and_of_reasoning_gym(settings: Any, model: Path) ->
     asked = "task.options.arguments={size = 4, test_size = 2}"
     done = train(settings("", "task.path=none", gym, asked, "rollout.max_tokens=250", name="gym"))
     assert all(r["reward"] in (0.0, 0.01) for r in records_of(done.run_path, 2))
+
+
+def test_an_environment_of_verifiers(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Play its tasks with its agent and rewards, by the package of JETRL_VERIFIERS_PYTHON."""
+    if subprocess.run(
+        [VERIFIERS_PYTHON, "-c", "import verifiers.v1"], capture_output=True
+    ).returncode:
+        pytest.skip("verifiers is not installed for JETRL_VERIFIERS_PYTHON")
+    (tmp_path / "letters_of_mine.py").write_text(TASKSET)
+    monkeypatch.chdir(tmp_path)  # the harness imports from there
+    words = ["task.path=none", "task.options.harness=verifiers:letters-of-mine"]
+    words += ["task.options.arguments={agent = 'letters-of-mine', test_size = 2}"]
+    done = train(settings("", *words, f"task.options.python={VERIFIERS_PYTHON}"))
+    records = records_of(done.run_path, 2)
+    assert {record["failure"] for record in records} == {""}
+    assert {record["prompt_id"] for record in records} <= {f"train-{n}" for n in range(4)}
+    for record in records:
+        task = json.loads(record["prompt"])
+        assert task["task"] >= 2  # the first two are for testing
+        (first, second) = record["turns"]
+        said = first["completion"] + second["completion"]
+        share = said.count(task["prompt"][-1]) / (1 + len(said))
+        assert record["parts"] == {"share": pytest.approx(share), "turns": 4.0}
+        assert record["reward"] == pytest.approx(share + 4)
+    assert all(line["mismatch/num_different"] == 0 for line in metrics(done.run_path, "rl")[1:])
 
 
 @pytest.mark.parametrize(
