@@ -4,9 +4,10 @@ r"""The digest of a run under `integer`, in legs on different devices, and next 
     python -m benchmarks.digest smollm2 --leg cuda --against build/bench/digest_smollm2.json
     python -m benchmarks.digest steps --leg cuda:4 --leg cpu:5 --leg cuda run.backend=triton
 
-A leg is DEVICE or DEVICE:STEP. At STEP of reinforcement learning the run is killed (SIGKILL), and
-the next leg resumes it from its last checkpoint; the last leg runs to the end. Settings that follow
-are added to those of the run; they must not change its bits, as `run.backend` does not.
+A leg is DEVICE, DEVICE*RANKS, or one of them and :STEP, as cuda*2:4. At STEP of reinforcement
+learning the run is killed (SIGKILL), and the next leg resumes it from its last checkpoint; the last
+leg runs to the end. Settings that follow are added to those of the run; they must not change its
+bits, as `run.backend` does not.
 
 The runs: `demo` is the whole demo, `steps` ten steps after 60 of its supervised updates, and
 `smollm2` three steps on questions of GSM8K with the model that docs/smollm2.md makes. The reward of
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
@@ -60,25 +62,35 @@ def steps_of(run: Path) -> list[Row]:
     return [line for line in lines_of(run) if "phase" not in line and "digest" in line]
 
 
-def run_leg(run: Path, words: Sequence[str], device: str, until: int | None, resume: bool) -> None:
+class Leg(NamedTuple):
+    """A part of a run: its device, the number of ranks, and the step after which it is killed."""
+
+    device: str
+    ranks: int
+    until: int | None
+
+
+def run_leg(run: Path, words: Sequence[str], leg: Leg, resume: bool) -> None:
     """Run `jetrl train` on a device, until it ends or is killed after a step."""
-    place = [f"run.device={device}", f"run.dir={run.parent}", f"run.name={run.name}"]
-    place += ["run.backend=auto"] * (device == "cpu")  # the settings' one is for a GPU
-    command = [sys.executable, "-m", "jetrl", "train", *words, *place, *["--resume"] * resume]
+    place = [f"run.device={leg.device}", f"run.dir={run.parent}", f"run.name={run.name}"]
+    place += ["run.backend=auto"] * (leg.device == "cpu")  # the settings' one is for a GPU
+    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={leg.ranks}", "-m"]
+    launch = [sys.executable, "-m", *launch * (leg.ranks > 1), "jetrl"]
+    command = [*launch, "train", *words, *place, *["--resume"] * resume]
     process = subprocess.Popen(command, stdout=2, start_new_session=True)  # to stderr
     try:
         while process.poll() is None:
             time.sleep(0.05)
-            if until is not None and any(line["step"] >= until for line in steps_of(run)):
+            if leg.until is not None and any(line["step"] >= leg.until for line in steps_of(run)):
                 return
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode != 0:
-        sys.exit(f"error: the leg on {device} ended with exit code {process.returncode}")
-    if until is not None:
-        sys.exit(f"error: --leg {device}:{until}: the run ended before it could be killed")
+        sys.exit(f"error: the leg on {leg.device} ended with exit code {process.returncode}")
+    if leg.until is not None:
+        sys.exit(f"error: --leg {leg.device}:{leg.until}: the run ended before it could be killed")
 
 
 def row_of(run: Path) -> Row:
@@ -105,12 +117,13 @@ def difference(ours: Row, theirs: Row) -> str:
     return "" if ours["digest"] == theirs["digest"] else "one run has more steps than the other"
 
 
-def leg_of(text: str) -> tuple[str, int | None]:
-    """Return the device of a leg, and the step after which it is killed."""
-    device, _, step = text.partition(":")
-    if device not in ("cpu", "cuda") or (step and not step.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}: DEVICE or DEVICE:STEP, as cuda or cpu:5")
-    return device, int(step) if step else None
+def leg_of(text: str) -> Leg:
+    """Return a leg of the command line."""
+    match = re.fullmatch(r"(cpu|cuda)(?:\*([1-9]\d*))?(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: DEVICE*RANKS:STEP, as cuda, cpu:5 or cuda*2")
+    device, ranks, step = match.groups()
+    return Leg(device, int(ranks or 1), int(step) if step else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,14 +136,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("build/digests"), help="of the new run")
     parser.add_argument("--out", type=Path, default=Path("build/bench/digest.json"))
     args = parser.parse_intermixed_args(argv)
-    legs = args.leg or [("cpu", None)]
-    if [until is None for _, until in legs] != [False] * (len(legs) - 1) + [True]:
+    legs = args.leg or [Leg("cpu", 1, None)]
+    if [leg.until is None for leg in legs] != [False] * (len(legs) - 1) + [True]:
         parser.error("each --leg but the last needs a step, and the last has none")
     theirs = json.loads(args.against.read_text(encoding="utf-8")) if args.against else None
     run = args.runs.resolve() / f"{args.run}-{time.strftime('%Y%m%d-%H%M%S')}"
     words = [*RUNS[args.run], *ALL, *args.settings]
-    for index, (device, until) in enumerate(legs):
-        run_leg(run, words, device, until, resume=index > 0)
+    for index, leg in enumerate(legs):
+        run_leg(run, words, leg, resume=index > 0)
     from benchmarks.harness import command_typed, write_results  # torch, after the run itself
 
     row = {"run": args.run, "settings": " ".join(words), **row_of(run)}

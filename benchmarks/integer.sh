@@ -41,13 +41,14 @@ drafts() { # SHAPE OPTIONS...
 }
 
 # A run's digest on the GPU, next to the one that a CPU had.
-digest() { # RUN OPTIONS...
-    name=$1
-    shift
+digest() { # FILE RUN OPTIONS...
+    file=$1
+    name=$2
+    shift 2
     for backend in $backends; do
         "$python" -m benchmarks.digest "$name" "$@" run.backend="$backend" \
             --against "benchmarks/results/cpu/digest_$name.json" \
-            --out "$out/digest_${name}_$backend.json"
+            --out "$out/digest_${file}_$backend.json"
     done
 }
 
@@ -87,13 +88,16 @@ error-qwen2.5)
     error build/qwen2.5-0.5b plan_error_integer_qwen2.5 ;;
 # Three steps of SmolLM2, made as docs/smollm2.md says; 60 s a backend.
 digest-smollm2)
-    digest smollm2 --leg cuda ;;
+    digest smollm2 smollm2 --leg cuda ;;
 # The demo of 50 steps; 120 s a backend.
 digest-demo)
-    digest demo --leg cuda ;;
+    digest demo demo --leg cuda ;;
 # Ten steps, killed on the GPU, resumed on the CPU for a step, and back; 90 s a backend.
 digest-resume)
-    digest steps --leg cuda:4 --leg cpu:5 --leg cuda ;;
+    digest steps steps --leg cuda:4 --leg cpu:5 --leg cuda ;;
+# The demo on two GPUs; 120 s a backend.
+digest-ranks)
+    digest demo_ranks demo --leg 'cuda*2' ;;
 # A step of 1.7B, 64 prompts x 8; 300 s.
 step-1.7b)
     step integer_step_1.7b --shape qwen3-1.7b --prompts 64 $load --plan bf16 --plan int8 ;;

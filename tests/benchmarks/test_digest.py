@@ -44,12 +44,12 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_legs_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    for legs in (["cpu", "cpu"], ["cpu:3"], ["gpu"]):
+    for legs in (["cpu", "cpu"], ["cpu:3"], ["gpu"], ["cpu*0"]):
         with pytest.raises(SystemExit):
             digest.main(["steps", *(word for leg in legs for word in ("--leg", leg))])
     errors = capsys.readouterr().err
     assert "each --leg but the last needs a step" in errors
-    assert "'gpu': DEVICE or DEVICE:STEP" in errors
+    assert "'gpu': DEVICE*RANKS:STEP" in errors
 
 
 def test_digits_are_worth_their_share() -> None:
