@@ -113,6 +113,25 @@ def test_bf16_of_whole_sizes_keeps_its_bits_but_for_norms() -> None:
     )
 
 
+def test_graphs_can_be_closed_while_others_are_captured() -> None:
+    x = torch.zeros(1000, device="cuda")
+    closed, kept = GraphCapture(x.device), GraphCapture(x.device)
+    for _ in range(2):
+        closed.capture(lambda: x + 1)
+    pools = closed._pool.pools
+    kept.warm_up(closed.close)
+    assert pools == []
+    late = GraphCapture(x.device)
+    late.capture(lambda: x + 1)
+
+    def work() -> None:
+        late.close()
+        x.add_(1)
+
+    kept.capture(work)()
+    assert (late._pool.pools, float(x.sum())) == ([], 1000.0)
+
+
 def test_memory_is_counted_and_given_back() -> None:
     before = torch.cuda.memory_allocated()
     policy = make_policy(config("smollm2"), "int8")

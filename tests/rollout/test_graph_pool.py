@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.memory.graphs import GraphPool
+from jetrl.memory.graphs import GraphPool, pool_in_use
 from jetrl.rollout.decode import DecodeBuffers, GraphForwards
 from jetrl.rollout.kv_cache import PagedCache
 
@@ -49,7 +49,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(torch.cuda, name, kind)
         monkeypatch.setattr(kind, "log", found, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("device has ended"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
@@ -84,6 +83,17 @@ def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> No
     del owner
     gc.collect()
     assert log == ENDED
+
+
+def test_a_pool_is_not_freed_while_another_is_in_use(log: list[str]) -> None:
+    pool, other = GraphPool(), GraphPool()
+    kept = [captured(pool), captured(pool)]
+    with pool_in_use(other.pools[0]):
+        with pool_in_use(other.pools[0]):
+            pool.close()
+        assert log == []
+    assert log == ENDED
+    del kept
 
 
 def test_a_traceback_that_holds_a_graph_keeps_no_memory(log: list[str], policy: Any) -> None:

@@ -9,9 +9,10 @@ Graphs of one `GraphCapture` share a memory pool, so they must not run at the sa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -78,8 +79,10 @@ def has_same_bits(config: ModelConfig, plan: PrecisionPlan) -> bool:
 class GraphPool:
     """CUDA graphs and their memory pool, freed in the right order.
 
-    Torch aborts the process if graphs outlive their pool, and Python collects cycles in any order.
-    So a finalizer, `close`, owns the pool: it waits for the device and resets the graphs first.
+    Torch aborts the process if graphs outlive their pool, or if a pool is freed while memory is
+    allocated in another one; Python collects cycles in any order, at any moment. So a finalizer,
+    `close`, owns the pool: it waits for the device, resets the graphs, and then frees the pool, if
+    need be at the end of `pool_in_use`.
     """
 
     def __init__(self) -> None:
@@ -88,12 +91,31 @@ class GraphPool:
         self.close = weakref.finalize(self, _free_graphs, self.graphs, self.pools)
 
 
+_pools_in_use: list[torch.cuda.MemPool] = []
+_closed_meanwhile: list[tuple[list[torch.cuda.CUDAGraph], list[torch.cuda.MemPool]]] = []
+
+
+@contextlib.contextmanager
+def pool_in_use(pool: torch.cuda.MemPool) -> Iterator[None]:
+    """Around work that allocates in a pool: those closed meanwhile are freed at its end."""
+    _pools_in_use.append(pool)
+    try:
+        yield
+    finally:
+        _pools_in_use.pop()
+        while _closed_meanwhile and not _pools_in_use:
+            graphs, pools = _closed_meanwhile.pop()
+            _free_graphs(graphs, pools)
+
+
 def _free_graphs(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
     """Wait for the device, reset all graphs, then free the pools."""
+    if _pools_in_use:
+        _closed_meanwhile.append((graphs, pools))
+        return
     # After an error or Ctrl-C, graphs may still run, and torch waits only for the stream of their
-    # capture before it frees their memory. Python may call this during another capture, when
-    # waiting is not possible.
-    if graphs and not torch.cuda.is_current_stream_capturing():
+    # capture before it frees their memory.
+    if graphs:
         torch.cuda.synchronize()
     while graphs:
         graphs.pop().reset()
@@ -130,7 +152,8 @@ class GraphCapture:
         """
         stream = _capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pools[0]):
+        pool = self._pool.pools[0]
+        with pool_in_use(pool), torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
             result = work()
         torch.cuda.current_stream().wait_stream(stream)
         return result
@@ -140,8 +163,11 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         self._pool.graphs.append(graph)
         # Other threads may call the driver during the capture: watchdog, checkpoint writer.
-        mode, pool = "thread_local", cast(Any, self._pool.pools[0].id)
-        with torch.cuda.graph(graph, pool, _capture_stream(), capture_error_mode=mode):
+        mode, pool = "thread_local", self._pool.pools[0]
+        captured = torch.cuda.graph(
+            graph, cast(Any, pool.id), _capture_stream(), capture_error_mode=mode
+        )
+        with pool_in_use(pool), captured:
             work()
         return graph.replay
 
