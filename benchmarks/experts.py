@@ -234,37 +234,38 @@ def tile_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dic
     from jetrl.precision.triton.grouped_bf16 import bf16_grouped_matmul
     from jetrl.precision.triton.grouped_fp8 import fp8_grouped_dgrad
     from jetrl.precision.triton.grouped_int8 import product
-    from jetrl.precision.triton.portable_int8 import Tile
 
     weight, plan = linear.operand("train"), linear.plan
     if isinstance(weight, Tensor):
-        return {
-            f"fprop {rows} x {columns} x {depth}, {warps} warps, {stages} stages": partial(
-                bf16_grouped_matmul,
-                *(x, weight, groups, by_token, torch.bfloat16),
-                Tile(rows, columns, depth, warps, stages),
-            )
-            for rows, columns, depth, warps, stages in _BF16_TILES
-        }
+        bf16 = partial(bf16_grouped_matmul, x, weight, groups, by_token, torch.bfloat16)
+        return _with_tiles("fprop", bf16, _BF16_TILES)
     codes = quantize_input(x, weight, plan)
     assert isinstance(codes, QTensor), "rows of INT8"
     assert isinstance(weight, QTensor), "a weight of INT8"
-    calls: dict[str, Call] = {}
-    for rows, columns, depth, warps, stages in _TILES:
-        tile = Tile(rows, columns, depth, warps, stages)
-        call = partial(product, codes, weight, groups, by_token, torch.bfloat16, tile)
-        calls[f"fprop {rows} x {columns} x {depth}, {warps} warps, {stages} stages"] = call
+    int8 = partial(product, codes, weight, groups, by_token, torch.bfloat16)
+    calls = _with_tiles("fprop", int8, _TILES)
     if plan.gradient.integer:
         return calls
     grouped = GroupedWeight(weight, groups, plan, by_token)
     dy = torch.randn(len(groups.tokens), grouped.num_outputs, device=x.device).bfloat16()
     coded, _ = quantize_grouped_gradient(dy, grouped)
     assert isinstance(coded, QTensor), "rows of FP8"
-    for rows, columns, depth, warps, stages in _FP8_TILES:
-        tile = Tile(rows, columns, depth, warps, stages)
-        name = f"dgrad {rows} x {columns} x {depth}, {warps} warps, {stages} stages"
-        calls[name] = partial(fp8_grouped_dgrad, coded, weight, groups, tile)
-    return calls
+    fp8 = partial(fp8_grouped_dgrad, coded, weight, groups)
+    return calls | _with_tiles("dgrad", fp8, _FP8_TILES)
+
+
+def _with_tiles(
+    operation: str, call: Callable[..., Any], tiles: Sequence[tuple[int, int, int, int, int]]
+) -> dict[str, Call]:
+    """Return a product with each of the tiles, which is its last argument."""
+    from jetrl.precision.triton.portable_int8 import Tile
+
+    return {
+        f"{operation} {rows} x {columns} x {depth}, {warps} warps, {stages} stages": partial(
+            call, Tile(rows, columns, depth, warps, stages)
+        )
+        for rows, columns, depth, warps, stages in tiles
+    }
 
 
 def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:

@@ -187,44 +187,12 @@ def shares(bench: LayerBench) -> dict[str, float]:
     return {name: round(ms, 3) for name, ms in totals.items()}
 
 
-def saved_bytes(bench: LayerBench) -> int:
-    """Return the bytes that a layer saves for backward; each storage counts once."""
-    saved: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        result = bench.forward()
-    del result
-    return sum(saved.values())
-
-
-def saved_bytes_of_others(bench: LayerBench) -> int:
-    """Return the saved bytes of norms, rotary, attention and SwiGLU; the others are the linears'.
-
-    Saved are the two residual streams, qkv and the rotated queries, stored keys and values, the
-    attention output with its log-sum-exp, gate and up, and the inverse RMS of the norms. All are
-    bfloat16, except for the stored keys and values.
-    """
-    c = bench.policy.config
-    heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv != "bf16"
-    keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
-    wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim
-    wide += c.layers[0].block.kept_values(c.hidden_size, inputs=False)
-    return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
-
-
 def measure(name: str, bench: LayerBench) -> Row:
     """Return a row of the benchmark."""
     different = different_without_gradients(bench)
     forward, backward = milliseconds(bench, accumulate=False)
     accumulating = milliseconds(bench, accumulate=True)[1]
     flops = bench.flops()
-    everything = saved_bytes(bench)
-    linears = everything - saved_bytes_of_others(bench)
     return {
         "name": f"{name}, adapters of rank {bench.rank}" if bench.rank else name,
         "forward_ms": round(forward, 3),
@@ -232,8 +200,6 @@ def measure(name: str, bench: LayerBench) -> Row:
         "total_ms": round(forward + backward, 3),
         "backward_accumulating_ms": round(accumulating, 3),
         "teraflops": round(sum(flops.values()) / (forward + backward) / 1e9),
-        "saved_mib_linears": round(linears / 2**20, 1),
-        "saved_mib_layer": round(everything / 2**20, 1),
         "bits_different": different,
         "operations_ms": shares(bench),
     }

@@ -11,7 +11,7 @@ ignored and log-probs on. `decode_ms` is the median time from one decode step to
 included. Its floor is the time to read the weights and the KV cache at the mean context, at the
 measured copy bandwidth. The log-probs of the first sequences are compared bitwise with the
 trainer's. With `--rounds`, a row is that of the median round. `--profile` adds the time per kernel
-of decode and prefill.
+of decode.
 
 The load `grpo` has 64 prompts of 256 tokens with 8 samples each and a long tail: log-normal lengths
 (sigma 0.8 of the logarithm, mean 1500, at most 8192). `tail` has 16 prompts and half the lengths,
@@ -24,7 +24,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from benchmarks.harness import (
 )
 from benchmarks.loads import TAILED, tailed_load
 from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
-from benchmarks.timing import copy_bandwidth, idle_pieces
+from benchmarks.timing import copy_bandwidth
 
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
@@ -155,8 +155,6 @@ def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
     }
     if warm.profiler is not None:
         row["profile"] = profile_rows(warm.profiler)
-    if profiled:
-        row["prefill_profile"] = prefill_profile(engine, prompts, kind_of)
     return row
 
 
@@ -318,45 +316,29 @@ def kind_of(kernel: str) -> str:
     return next((kind for name, kind in _KINDS.items() if name in kernel), "other")
 
 
-def totals(
-    events: Sequence[Any], kind_of: Callable[[str], str]
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Return microseconds and launches per kernel, and per kind of kernel as `= kind`."""
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for event in events:
+def profile_rows(profiler: Any) -> list[Row]:
+    """Return microseconds and launches per decode forward, by kind (= KIND), then by kernel."""
+    times, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+    for event in profiler.events():
         if event.device_time > 0:
             for name in (event.name, f"= {kind_of(event.name)}"):
                 times[name] += event.device_time
                 counts[name] += 1
-    return times, counts
-
-
-def kernel_rows(
-    heading: str, times: dict[str, float], counts: dict[str, int], forwards: int, listed: int
-) -> list[Row]:
-    """Return a row per kind of kernel, then rows of the slowest kernels."""
     total = sum(time for name, time in times.items() if name.startswith("= "))
     names = sorted(times, key=lambda name: -times[name])
     kinds = [name for name in names if name.startswith("= ")]
     kernels = [name for name in names if not name.startswith("= ")]
+    forwards = counts["_take_kernel"]  # one launch of it takes the draws of a forward in
     return [
         {
-            heading: name[:60],
+            "kernel": name[:60],
             "us_a_forward": round(times[name] / forwards, 1),
             "share": round(times[name] / total, 3),
             "launches": round(counts[name] / forwards, 2),
-            "us_each": round(times[name] / max(1, counts[name]), 2),
+            "us_each": round(times[name] / counts[name], 2),
         }
-        for name in (*kinds, *kernels[:listed])
+        for name in (*kinds, *kernels[:_LISTED])
     ]
-
-
-def profile_rows(profiler: Any) -> list[Row]:
-    """Return microseconds and launches per decode forward, by kind of kernel, then by kernel."""
-    times, counts = totals(profiler.events(), kind_of)
-    # One launch of this kernel, which takes the draws in, is one forward.
-    return kernel_rows("kernel", times, counts, counts["_take_kernel"], _LISTED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -379,12 +361,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     copy_bandwidth()  # measured once, while memory is free
 
     def add(row: Row) -> None:
-        profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
         rows.append({"shape": args.shape, "adapter_rank": args.adapter_rank, **row})
-        print_table([rows[-1]])
-        for key, profile in profiles.items():
-            print_table(profile)
-            rows[-1][key] = profile
+        print_table([{key: value for key, value in rows[-1].items() if key != "profile"}])
+        print_table(row.get("profile", []))
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
     for plan in plans:
@@ -396,32 +375,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             add(run_tailed(policy, args.load))
         del policy
         torch.cuda.empty_cache()
-
-
-_FORWARDS = 6  # of a profile, where there are prompts for as many
-_LISTED_OF_PREFILL = 12  # kernels of its table
-
-
-def prefill_profile(
-    engine: RolloutEngine, prompts: Sequence[list[int]], kind_of: Callable[[str], str]
-) -> list[Row]:
-    """Return microseconds and launches per prefill forward, by kind (one is idle) and kernel."""
-    tokens = _FORWARDS * engine.sizes.now.max_prefill_tokens
-    profiled = list(prompts[: max(1, tokens // len(prompts[0]))])
-    params = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        engine.generate(profiled, params)
-        torch.cuda.synchronize()
-    return prefill_rows(profiler.events(), engine.stats.forwards, kind_of)
-
-
-def prefill_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], str]) -> list[Row]:
-    """Return the rows of profiler events, idle time included."""
-    times, counts = totals(events, kind_of)
-    ran = [event.time_range for event in events if event.device_time > 0]
-    idle = idle_pieces([(span.start, span.end) for span in ran])
-    times["= idle"], counts["= idle"] = sum(idle), len(idle)
-    return kernel_rows("kernel of prefill", times, counts, forwards, _LISTED_OF_PREFILL)
 
 
 if __name__ == "__main__":

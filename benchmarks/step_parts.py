@@ -1,14 +1,10 @@
-"""The phases of a measured step, on one rank or several, and its rows.
-
-A digest does not depend on the number of ranks: it is a sum, modulo 2**64, of a number per element,
-made of the element's bits and its place in the whole tensor.
-"""
+"""The phases of a measured step, on one rank or several, and its rows."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +16,13 @@ from benchmarks.loads import Load, flops
 from benchmarks.policies import plan_words
 from torch import Tensor
 
+from jetrl.distributed.checksum import checksum_lines
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
 from jetrl.precision import gradients as ordered_gradients
 from jetrl.rollout.options import RolloutStats
+from jetrl.session.ranks import compare_weights
 from jetrl.training.trainer import Trainer
 from jetrl.types import Completion, Sample
 
@@ -177,66 +175,26 @@ def step_row(
     }
 
 
-_AT_ONCE = 2**24  # elements
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd constants of 64 bits (SplitMix64's, Steele et al., OOPSLA 2014), as signed integers.
-_PLACE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_MODULUS = 2**64
-
-
-def tensor_digest(name: str, tensor: Tensor, first_element: int = 0) -> int:
-    """Return the digest of consecutive elements of a tensor, below 2**64.
-
-    Digests of the parts of a tensor add up, modulo 2**64, to the digest of the whole.
-
-    Args:
-        tensor: Elements of any shape and dtype.
-        first_element: The index of the first one in the whole tensor.
-    """
-    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    salt = zlib.crc32(name.encode()) << 20
-    for start in range(0, len(bits), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE].long()
-        begin = first_element + start
-        place = torch.arange(begin, begin + len(part), device=tensor.device)
-        part += place.mul_(_PLACE).add_(salt)
-        part ^= part >> 30
-        part *= _FIRST
-        part ^= part >> 27
-        part *= _SECOND
-        part ^= part >> 31
-        total += part.sum()
-    return int(total) % _MODULUS
-
-
 def digests(policy: Policy, trainer: Trainer) -> dict[str, str]:
     """Return digests of codes, master weights and moments, equal for any number of ranks."""
-    quantized = policy.weights.quantized_tensors()
-    codes = sum(tensor_digest(name, tensor) for name, tensor in quantized.items()) % _MODULUS
-    world().same("the quantized weights", codes)
-    shards = policy.weights.shards
-    masters = _of_all_ranks(dict(policy.master_weights()), shards)
-    moments = trainer.optimizer.state_tensors()
-    masters_of = {name: name.partition(".")[2] for name in moments}
-    of_moments = {name: shards[m] for name, m in masters_of.items() if m in shards}
+    compare_weights("of the step", policy)
+    optimizer = trainer.optimizer
+    moments = optimizer.state_tensors()
+    of_moments = {name: shard for name in moments if (shard := optimizer.shard_of(name))}
     return {
-        "codes": f"{codes:016x}",
-        "masters": f"{masters:016x}",
-        "moments": f"{_of_all_ranks(moments, of_moments):016x}",
+        "codes": _digest(policy.weights.quantized_tensors(), {}),
+        "masters": _digest(policy.master_weights(), policy.weights.shards),
+        "moments": _digest(moments, of_moments),
     }
 
 
-def _of_all_ranks(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> int:
-    """Return the digest over all ranks of tensors that are sharded by rows, or whole."""
-    own = 0
-    for name, tensor in tensors.items():
-        divided = name in shards and tensor.dim() > 1
-        if divided:
-            own += tensor_digest(name, tensor, shards[name].first_row * tensor[:1].numel())
-        elif world().is_first:
-            own += tensor_digest(name, tensor)
-    return sum(world().gather("the digest of the model", own)) % _MODULUS
+def _digest(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
+    """Return a digest of tensors; float32 has every value of codes and moments."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):  # one at a time, since its float32 takes memory
+        (line,) = checksum_lines({name: tensors[name].float()}, shards)
+        digest.update(line.encode())
+    return digest.hexdigest()[:16]
 
 
 @dataclass

@@ -7,8 +7,6 @@ Each plan runs `Trainer.step` on random tokens. The log-probs that an exact plan
 come from its own forward without gradients, which is timed as well (`old_logprobs_s`): other flows
 need this pass for old log-probs. `different` compares forwards with and without gradients.
 
-From the second plan on, `equal_update` is the memory peak with the first plan's micro-batches.
-
 `parts_ms` divides another update by CUDA events: forward (without the output projection), lm_head
 (forward and backward), backward (without it), gradient norm, optimizer, requantize, and `rest`.
 With --profile one more update runs under torch.profiler: the idle share of the device, and the time
@@ -49,13 +47,7 @@ _LISTED = 25  # kernels of a profile
 
 
 def measure(
-    policy: Policy,
-    load: Load,
-    choices: Choices,
-    limit: float,
-    profiled: bool,
-    equal: int | None = None,
-    updates: int = 1,
+    policy: Policy, load: Load, choices: Choices, limit: float, profiled: bool, updates: int = 1
 ) -> Row:
     """Return the row of a plan."""
     flow = Flow(policy, load, choices)
@@ -89,11 +81,6 @@ def measure(
         "different": int(metrics["mismatch/num_different"]),
         "compared_tokens": int(metrics["mismatch/num_tokens"]),
     }
-    if equal is not None:
-        flow.trainer.micro_batch_size.tokens = equal
-        few = again(flow, flow.synthetic(2 * equal // load.length, seed=3))
-        flow.timed("equal_update", lambda: flow.update(few))
-        flow.trainer.micro_batch_size.tokens = flow.chosen["micro_batch_tokens"]
     if flow.policy.device.type == "cuda":
         row["parts_ms"] = update_times(flow, again(flow, samples))
         if profiled:
@@ -165,11 +152,8 @@ def profile(update: Callable[[Sequence[Sample]], object], samples: Sequence[Samp
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Return the speed-ups of a plan over `base`, and its peak memory relative to it.
-
-    `equal_update` compares updates with the micro-batches of `base`.
-    """
-    peaks = base["peak_gib"] | {"equal_update": base["peak_gib"].get("update")}
+    """Return the speed-ups of a plan over `base`, and its peak memory relative to it."""
+    peaks = base["peak_gib"]
     return {
         "training": round(base["training_s"] / row["training_s"], 3),
         "passes": round(row["passes_tokens_per_s"] / base["passes_tokens_per_s"], 3),
@@ -194,9 +178,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = limit_of(args.device)
     rows: list[Row] = []
     for plan in plans:
-        equal = rows[0]["settings"]["micro_batch_tokens"] if rows else None
         policy = policy_of(plan, choices)
-        row = measure(policy, load, choices, limit, args.profile, equal, args.updates)
+        row = measure(policy, load, choices, limit, args.profile, args.updates)
         del policy
         release()
         if rows and rows[0]["plan"] == "bf16":

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.flow import Choices, policy_of
 from benchmarks.loads import Load, flops
 from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
-from benchmarks.step_parts import tensor_digest
 from tests.distributed.ranks import run_ranks
 
-from benchmarks import step_parts
 from jetrl.models.families import ModelConfig
 from jetrl.training import packing
 
@@ -52,22 +49,6 @@ def test_a_step_of_both_plans() -> None:
 
 
 TAIL = Load(prompts=3, samples=2, prompt_length=8, response_length=24, mean_length=8)
-
-
-def test_a_digest_of_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_parts, "_AT_ONCE", 100)
-    tensor = torch.randn(7, 30)
-    whole = tensor_digest("x", tensor)
-    parts = [tensor_digest("x", tensor[a:b], 30 * a) for a, b in ((0, 3), (3, 3), (3, 7))]
-    assert sum(parts) % 2**64 == whole
-    assert tensor_digest("y", tensor) != whole
-    for place in (0, 99, 100, 209):
-        other = tensor.clone()
-        other.view(-1).view(torch.int32)[place] ^= 1
-        assert tensor_digest("x", other) != whole
-    assert tensor_digest("x", tensor[[1, 0, *range(2, len(tensor))]]) != whole
-    for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
-        tensor_digest("x", torch.zeros(3, 4).to(dtype))
 
 
 def _step(load: Load, plan: str, exchange: bool = False) -> Any:
