@@ -129,34 +129,51 @@ def layouts_of_sums(code: str) -> list[str]:
     ]
 
 
-def take_triton() -> None:
-    """Compiles what is launched, counts it, and does not launch."""
-    driver.set_active(Driver())
+def compile_only(
+    gpu: type, made: Callable[[Any, Any, Any], None], failed: Callable[[Any, str], None]
+) -> None:
+    """Compile what is launched for the GPU of a driver, and launch nothing.
+
+    `made` gets function, kernel and options; `failed` the function and why it did not compile.
+    """
+    driver.set_active(gpu())
     do_compile = jit.JITFunction._do_compile
 
-    def compile_only(self: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
-        from jetrl.precision.backend import HOPPER
-
-        name = f"{self.module.rpartition('.')[2]}.{self.__name__}"
+    def instead(function: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
         try:
-            kernel = do_compile(self, key, signature, device, *rest)
-            compiled[name] = compiled.get(name, 0) + 1
-            shared[name] = kernel.metadata.shared
-            ttgir[name] = kernel.asm.get("ttgir", "")
-            if shared[name] > HOPPER.shared_memory:
-                room = HOPPER.shared_memory
-                raise ValueError(f"{shared[name]} bytes of shared memory, of {room}")
-            rings = [rest[0][i,] for i, name in enumerate(self.arg_names) if name == "RINGS"]
-            check_stages(name, kernel.asm, rings[0] if rings else 1)
+            kernel = do_compile(function, key, signature, device, *rest)
+            made(function, kernel, rest[0])
         except Exception as error:  # the others go on
             told = [line for line in traceback.format_exception(error) if line.strip()]
-            failed.setdefault(name, []).append(told[-1][-2000:])
-            kernel = self.device_caches[device][0][key] = NotCompiled()
+            failed(function, told[-1][-2000:])
+            kernel = function.device_caches[device][0][key] = NotCompiled()
         return kernel
 
-    jit.JITFunction._do_compile = compile_only
+    jit.JITFunction._do_compile = instead
     CompiledKernel.run = property(lambda _: lambda *_, **__: None)
     CompiledKernel.launch_metadata = lambda *_: None
+
+
+def name_of(function: Any) -> str:
+    return f"{function.module.rpartition('.')[2]}.{function.__name__}"
+
+
+def note(function: Any, kernel: Any, options: Any) -> None:
+    """Count a kernel of the present piece, and check its shared memory and its stages."""
+    from jetrl.precision.backend import HOPPER
+
+    name = name_of(function)
+    compiled[name] = compiled.get(name, 0) + 1
+    shared[name] = kernel.metadata.shared
+    ttgir[name] = kernel.asm.get("ttgir", "")
+    if shared[name] > HOPPER.shared_memory:
+        raise ValueError(f"{shared[name]} bytes of shared memory, of {HOPPER.shared_memory}")
+    rings = [options[i,] for i, name in enumerate(function.arg_names) if name == "RINGS"]
+    check_stages(name, kernel.asm, rings[0] if rings else 1)
+
+
+def note_failure(function: Any, why: str) -> None:
+    failed.setdefault(name_of(function), []).append(why)
 
 
 def take_torch(toolkit: Path) -> None:
@@ -610,7 +627,7 @@ def compile_piece(name: str) -> dict[str, Any]:
 def main(out: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else is printed
-    take_triton()
+    compile_only(Driver, note, note_failure)
     with tempfile.TemporaryDirectory() as toolkit, sources_for_meta():
         take_torch(Path(toolkit))
         if out == "--serve":

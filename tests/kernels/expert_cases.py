@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from tests.kernels.bits import different, random
 from tests.precision.test_experts import layer
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -75,20 +76,6 @@ def filled_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def different(found: Tensor, expected: Tensor) -> int:
-    """Return the number of values with other bits; NaN equals NaN."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return -1
-    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[found.element_size()]
-    nan = found.float().isnan() & expected.float().isnan()
-    same = (found.view(dtype) == expected.view(dtype)) | nan
-    return int((~same).sum())
 
 
 def compare(case: Case, device: torch.device) -> dict[str, int]:

@@ -8,14 +8,12 @@ It prints a JSON object: case -> number of different values.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import exact_interpreter  # noqa: F401  (patches the interpreter)
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.runtime import interpreter
+from tests.kernels.bits import different, random
 
 from jetrl.precision import int8_planes as reference
 from jetrl.precision.int8 import int8_matmul, int8_rows
@@ -24,34 +22,8 @@ from jetrl.precision.triton import int8_planes, portable_int8
 from jetrl.precision.triton.portable_int8 import Tile
 
 PRODUCTS = ((1, 40, 64), (17, 70, 192), (65, 33, 320), (257, 140, 192))
-HEADS = ((1, 64, 5), (37, 192, 600), (65, 128, 512), (130, 64, 700))  # rows, hidden, vocabulary
-SLABS = {2**25: HEADS, 2**15: (HEADS[1],)}  # one slab of each; several of two
-
-_cast = interpreter.InterpreterBuilder.cast_impl
-
-
-def _rounding_cast(builder: Any, source: Any, dtype: Any) -> Any:
-    """Round float32 to bfloat16; the interpreter's own cast truncates."""
-    if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-        return _cast(builder, source, dtype)
-    rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
-    return interpreter.TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
-
-
-interpreter.InterpreterBuilder.cast_impl = _rounding_cast
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def different(found: Tensor, expected: Tensor) -> int:
-    """Return the number of values with other bits; NaN equals NaN."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return -1
-    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[found.element_size()]
-    same = (found.view(dtype) == expected.view(dtype)) | (found.isnan() & expected.isnan())
-    return int((~same).sum())
+# Rows, hidden, vocabulary: of one slab each, and of several.
+SLABS = {2**25: ((1, 64, 5), (65, 64, 512), (130, 64, 700)), 2**15: ((37, 192, 600),)}
 
 
 def compare_products() -> dict[str, int]:

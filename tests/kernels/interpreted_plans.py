@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from gluon_interpreter import set_rows_per_warp  # before the kernels
+from tests.kernels.bits import different
 from torch import Tensor
 
 from jetrl.kernels.attention import backward, decode, forward_triton, pages, staging
@@ -214,10 +215,6 @@ def compare_fp8_products(rows: int, columns: int, k: int) -> dict[str, Any]:
         "beyond rounding": int((~((y - true).abs() <= (2 * blocks + 4) * 2.0**-24 * size)).sum()),
         "batch": int((alone != y[-1:]).sum()),
     }
-
-
-def different(found: Tensor, expected: Tensor) -> int:
-    return int((found.view(torch.int16) != expected.view(torch.int16)).sum())
 
 
 # Keys and values, query heads, key-value heads, head size; whether dS is recomputed; matrices.

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tests.kernels.bits import different
 from torch import Tensor
 
 from jetrl.kernels import exponential_triton, sampling_triton
@@ -20,15 +21,6 @@ from jetrl.kernels.allowed_tokens import RowFilters, allowed_tokens, exclude_tok
 from jetrl.kernels.logprob import chosen_logprobs_ref, logits_gradient_ref
 from jetrl.kernels.portable import logprob, sampling
 from jetrl.kernels.sampling import sample_ref
-
-
-def different(ours: Tensor, theirs: Tensor) -> int:
-    """The number of values whose bits differ; all NaN are equal."""
-    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    if not ours.is_floating_point():
-        return int((ours != theirs).sum())
-    both_nan = ours.isnan() & theirs.isnan()
-    return int(((ours.view(torch.int32) != theirs.view(torch.int32)) & ~both_nan).sum())
 
 
 def logits_of(rows: int, vocabulary: int, std: float, device: str) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +20,10 @@ from typing import Any
 import compile_kernels
 import torch
 import triton
-from compile_kernels import META, NotCompiled, empty, sources_for_meta
+from compile_kernels import META, compile_only, empty, name_of, sources_for_meta
 from portable_rules import CARDS, Card, instructions, problems_of, resources, tensor_cores
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
-from triton.runtime import driver, jit
 
 Rules = Callable[[str, CompiledKernel, Card], list[str]]
 
@@ -43,25 +41,7 @@ class Compiler:
         target = GPUTarget("cuda", self.capability, 32)
         stand_in = type("Stand", (compile_kernels.Driver,), {})
         stand_in.get_current_target = staticmethod(lambda: target)
-        driver.set_active(stand_in())
-        do_compile = jit.JITFunction._do_compile
-
-        def compile_only(function: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
-            try:
-                began = time.monotonic()
-                kernel = do_compile(function, key, signature, device, *rest)
-                self.record(function, kernel, time.monotonic() - began)
-            except Exception as error:  # the others are compiled too
-                told = [line for line in traceback.format_exception(error) if line.strip()]
-                self.kernels.append(
-                    {"case": self.case, "kernel": name_of(function), "problems": [told[-1][-2000:]]}
-                )
-                kernel = function.device_caches[device][0][key] = NotCompiled()
-            return kernel
-
-        jit.JITFunction._do_compile = compile_only
-        CompiledKernel.run = property(lambda _: lambda *_, **__: None)
-        CompiledKernel.launch_metadata = lambda *_: None
+        compile_only(stand_in, self.record, self.fail)
         major, minor = divmod(self.capability, 10)
         properties = SimpleNamespace(
             name=self.card.name,
@@ -78,7 +58,7 @@ class Compiler:
         torch.cuda.get_device_name = lambda _=None: self.card.name
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
-    def record(self, function: Any, kernel: Any, seconds: float) -> None:
+    def record(self, function: Any, kernel: Any, _: Any) -> None:
         name = name_of(function)
         ptx = instructions(kernel.asm["ptx"])
         registers, stack = resources(kernel.asm["cubin"])
@@ -91,7 +71,6 @@ class Compiler:
                 "shared": kernel.metadata.shared,
                 "warps": kernel.metadata.num_warps,
                 "products": {one: ptx[one] for one in sorted(tensor_cores(ptx))},
-                "seconds": round(seconds, 2),
                 "problems": self.rules(name, kernel, self.card),
             }
         )
@@ -101,13 +80,11 @@ class Compiler:
         try:
             work()
         except Exception:  # the others are compiled too
-            self.kernels.append(
-                {"case": case, "kernel": "", "problems": [traceback.format_exc()[-2000:]]}
-            )
+            self.fail(None, traceback.format_exc()[-2000:])
 
-
-def name_of(function: Any) -> str:
-    return f"{function.module.rpartition('.')[2]}.{function.__name__}"
+    def fail(self, function: Any, why: str) -> None:
+        name = name_of(function) if function else ""
+        self.kernels.append({"case": self.case, "kernel": name, "problems": [why]})
 
 
 ROWS, FEW, HIDDEN, HEADS, GROUPS, HEAD = 4096, 8, 4096, 32, 8, 128

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.kernels.bits import different, random
 from torch import Tensor
 
 from jetrl.kernels import adamw, norm, swiglu
@@ -21,19 +22,6 @@ from jetrl.precision.triton import defined, row_sums
 
 EPS = 1e-6
 CPU = torch.device("cpu")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def different(found: Tensor, expected: Tensor) -> int:
-    """Return the number of values with other bits; NaN equals NaN."""
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return -1
-    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-    same = found.view(dtype) == expected.view(dtype)
-    return int((~(same | (found.isnan() & expected.isnan()))).sum())
 
 
 def extreme(x: Tensor) -> Tensor:

@@ -6,17 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.kernels.bits import random as normal
 from tests.kernels.interpreted import interpreted
-from torch import Tensor
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from jetrl.kernels.routing import route, router_scores
 from jetrl.kernels.routing_rule import RoutingRule
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_equal_logits_are_chosen_by_index() -> None:
