@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jetrl import load_config
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
+from jetrl.settings.sections import Settings
 
 SMALL = [
     "sft.examples_per_step=8",
@@ -44,6 +46,11 @@ def task_of(path: Path, body: str) -> str:
     file = path / "mine.py"
     file.write_text(_TASK.replace("BODY", body))
     return f"{file}:Sum"
+
+
+def demo(words: list[str], folder: Path, *overrides: str, name: str = "run") -> Settings:
+    """Return the settings of a demo in a folder."""
+    return load_config("demo", [*words, f"run.dir={folder}", f"run.name={name}", *overrides])
 
 
 def metrics(path: Path, phase: str | None = None) -> list[dict[str, Any]]:

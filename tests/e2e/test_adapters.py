@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.runs import results, run_small
-from tests.e2e.small import SMALL, metrics, without_last_checkpoint
+from tests.e2e.small import SMALL, demo, metrics, without_last_checkpoint
 
 from jetrl import load_config, train
 from jetrl.cli.main import main
@@ -25,10 +25,7 @@ from jetrl.runs.directory import RunDirectory
 
 OWN = "sft.steps=2 train.lr=1e-2 algorithm.kl=0.01 adapter.kind=lora adapter.rank=4"
 TINY = [*SMALL, *OWN.split()]
-
-
-def settings(path: Path, *overrides: str, name: str = "run") -> Any:
-    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+settings = partial(demo, TINY)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
+from tests.distributed.test_checksum import defined
 from tests.e2e.small import SMALL, without_last_checkpoint
 
 from jetrl import load_config, train
@@ -49,19 +50,6 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def checksum(weights: np.ndarray) -> int:
-    """The definition of distributed/checksum.py for a tensor of at most one block."""
-
-    def mix(numbers: np.ndarray) -> np.ndarray:
-        mixed = numbers * np.int64(-0x61C8864680B583EB)
-        return (mixed ^ (mixed >> np.int64(29))) * np.int64(-0x61C8864680B583EB) | np.int64(1)
-
-    words = weights.reshape(-1).view(np.int32).astype(np.int64)
-    assert words.size <= 2**22
-    factor = mix(np.array([-1]))
-    return int((words * mix(np.arange(1, words.size + 1)) * factor).sum()) % 2**64
-
-
 def test_the_digest_of_a_step_is_that_of_the_files_of_a_run(first: RunResult) -> None:
     path = first.run_path
     lines = lines_of(path)
@@ -79,7 +67,7 @@ def test_the_digest_of_a_step_is_that_of_the_files_of_a_run(first: RunResult) ->
         return b"".join(part for pair in zip(counts, values, strict=True) for part in pair)
 
     weights = "".join(
-        f"{name} {'x'.join(map(str, masters[name].shape))} {checksum(masters[name]):016x}\n"
+        f"{name} {'x'.join(map(str, masters[name].shape))} {defined(masters[name]):016x}\n"
         for name in sorted(masters)
     )
     data = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.e2e.small import SMALL, metrics, without_last_checkpoint
+from tests.e2e.small import SMALL, demo, metrics, without_last_checkpoint
 
-from jetrl import load_config, train
+from jetrl import train
 from jetrl.runs.directory import RunDirectory
 
 TINY = [
@@ -27,10 +28,7 @@ TINY = [
     "draft_head.lr=5e-3",
     "draft_head.tokens_per_update=16",
 ]
-
-
-def settings(path: Path, name: str, *overrides: str) -> Any:
-    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+settings = partial(demo, TINY)
 
 
 def numbers(path: Path) -> list[dict[str, float]]:
@@ -47,7 +45,7 @@ def rollouts(path: Path) -> dict[str, bytes]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     return {
-        mode: train(settings(folder, mode, f"rollout.speculation={mode}")).run_path
+        mode: train(settings(folder, f"rollout.speculation={mode}", name=mode)).run_path
         for mode in ("off", "head")
     }
 
@@ -76,7 +74,7 @@ def test_a_run_says_what_its_head_was_worth(runs: Any) -> None:
 
 def test_a_resumed_run_has_the_same_policy_and_the_same_head(runs: Any, tmp_path: Path) -> None:
     cut = without_last_checkpoint(runs["head"], tmp_path / "head")
-    train(settings(tmp_path, "head", "rollout.speculation=head"), resume=True)
+    train(settings(tmp_path, "rollout.speculation=head", name="head"), resume=True)
     for name in ("masters", "optimizer", "draft_head"):
         file = f"checkpoints/step_000004/{name}.safetensors"
         assert (cut / file).read_bytes() == (runs["head"] / file).read_bytes(), name
@@ -90,14 +88,14 @@ def test_a_resumed_run_has_the_same_policy_and_the_same_head(runs: Any, tmp_path
 
 def test_a_run_may_get_a_head_later_change_it_and_lose_it_again(runs: Any, tmp_path: Path) -> None:
     cut = without_last_checkpoint(runs["off"], tmp_path / "later")
-    train(settings(tmp_path, "later", "rollout.speculation=head"), resume=True)
+    train(settings(tmp_path, "rollout.speculation=head", name="later"), resume=True)
     masters = "checkpoints/step_000004/masters.safetensors"
     assert (cut / masters).read_bytes() == (runs["off"] / masters).read_bytes()
     head = load_file(cut / "checkpoints/step_000004/draft_head.safetensors")
     assert int(head["updates"]) > 0
     # Its weights are the same for any number of guesses.
     two = ("rollout.speculation=head", "draft_head.tokens=2", "loop.steps=5")
-    assert train(settings(tmp_path, "later", *two), resume=True).steps == 5
-    train(settings(tmp_path, "later", "rollout.speculation=off", "loop.steps=6"), resume=True)
+    assert train(settings(tmp_path, *two, name="later"), resume=True).steps == 5
+    train(settings(tmp_path, "rollout.speculation=off", "loop.steps=6", name="later"), resume=True)
     files = {file.name for file in (cut / "checkpoints" / "step_000006").iterdir()}
     assert "draft_head.safetensors" not in files

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.distributed.runs import results
-from tests.e2e.small import SMALL, without_last_checkpoint
+from tests.e2e.small import SMALL, demo, without_last_checkpoint
 
-from jetrl import load_config, train
+from jetrl import train
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
 
@@ -19,10 +20,7 @@ ROLLOUT = "prompts_per_step=3 max_tokens=10 max_batch_size=9 oversample=1.0"
 TRAIN = "warmup_steps=0 schedule=constant lr=1e-3"
 TINY = [*SMALL, "sft.steps=0", "loop.steps=4"]
 TINY += [*(f"rollout.{x}" for x in ROLLOUT.split()), *(f"train.{x}" for x in TRAIN.split())]
-
-
-def settings(path: Path, *overrides: str, name: str = "run") -> Any:
-    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+settings = partial(demo, TINY)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.e2e.small import SMALL, before_call, cut, metrics, task_of
+from tests.e2e.small import SMALL, before_call, cut, demo, metrics, task_of
 
 from jetrl import Policy, load_config, train
 from jetrl.errors import MismatchError, RunStopped, UserError
@@ -31,10 +31,7 @@ TINY = [
     "loop.steps=4",
 ]
 NO_WARM_UP = ["sft.steps=0", "loop.steps=1", "eval.every=0"]
-
-
-def settings(path: Path, *overrides: str, name: str = "run") -> Any:
-    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+settings = partial(demo, TINY)
 
 
 def masters(path: Path | None) -> bytes:

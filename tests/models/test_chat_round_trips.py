@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.models.chat import decode, encode_prompt, encode_text, encode_turns
-from jetrl.models.tiny import train_bpe_tokenizer
 from jetrl.types import Prompt, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -25,13 +23,6 @@ CHECKED = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("the cat sat on the mat\n\n" * 20)
-    return train_bpe_tokenizer([text], 300)
 
 
 def written(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:

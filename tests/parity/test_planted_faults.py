@@ -70,12 +70,17 @@ FAULTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def p() -> Policy:
+    healthy = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
+    assert measure(healthy, PROMPTS, samples=1, max_tokens=12, temperature=0.7).different == 0
+    return healthy
+
+
 @pytest.mark.parametrize("plant, operation, where", FAULTS, ids=lambda x: getattr(x, "__name__", x))
 def test_a_fault_is_seen_and_named(
-    plant: Callable[[Patch], None], operation: str, where: str, monkeypatch: Patch
+    p: Policy, plant: Callable[[Patch], None], operation: str, where: str, monkeypatch: Patch
 ) -> None:
-    p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
-    assert measure(p, PROMPTS, samples=1, max_tokens=12, temperature=0.7).different == 0
     plant(monkeypatch)
     result = measure(p, PROMPTS, samples=1, max_tokens=12, temperature=0.7)
     assert result.different > 0
@@ -89,9 +94,8 @@ def test_a_fault_is_seen_and_named(
         assert found.position == first, "the first token that was decoded"
 
 
-def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) -> None:
+def test_what_depends_on_the_batch_is_in_no_operation_alone(p: Policy, monkeypatch: Patch) -> None:
     """A page that two samples share and that is not copied before the second one writes."""
-    p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
     monkeypatch.setattr(_KVStore, "copy", lambda *_: None)
     result = measure(p, PROMPTS, samples=3, max_tokens=12)
     assert result.different > 0
@@ -100,7 +104,7 @@ def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) 
 
 def mismatches(stale: bool) -> tuple[list[float], list[str]]:
     """Return K3 KLs and warnings of steps under `mixed`; `stale`: the sampler keeps a layer."""
-    small = {**CONFIG, "initializer_range": 0.05}
+    small = {**CONFIG, "initializer_range": 0.05, "num_hidden_layers": 1}
     p = Policy.from_config(small, PrecisionPlan.preset("mixed"), seed=0)
     engine, params = RolloutEngine(p), SamplingParams(n=8, max_tokens=12, ignore_eos=True)
     train = {"lr": 2e-2, "updates_per_step": 1}

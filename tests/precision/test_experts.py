@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.kernels.bits import random as normal
 from torch import Tensor, nn
 
 from jetrl.precision import PrecisionPlan
@@ -19,10 +20,6 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 
 EXPERTS, N, K = 5, 128, 192
 PLANS = ["bf16", "mixed", "jet", "unified", "int8", "integer"]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(plan: PrecisionPlan, master: Tensor) -> Linear:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.kernels.bits import random as normal
 
 from jetrl import Policy
 from jetrl.errors import UserError
@@ -20,10 +21,6 @@ from jetrl.precision.int8 import (
 )
 from jetrl.precision.quantize import ROTATION, rotate
 from jetrl.session.parity import measure
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_rotation_is_the_hadamard_matrix_and_its_own_inverse() -> None:

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import torch
+from tests.kernels.bits import random as normal
+from tests.precision.test_int8_planes import integers, rotated
 from torch import Tensor, nn
 
 from jetrl.precision import PrecisionPlan
@@ -18,10 +20,6 @@ from jetrl.precision.router import router_logits
 E, D = 13, 192
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make(preset: str = "integer") -> Linear:
     plan = PrecisionPlan.preset(preset)
     rounding = plan.rounding("train", BF16)
@@ -29,24 +27,6 @@ def make(preset: str = "integer") -> Linear:
     sides = dict.fromkeys(("rollout", "train"), BF16)
     quantized = QuantizedWeight("router", weight, sides, dict.fromkeys(sides, rounding))
     return Linear(quantized, None, plan, torch.bfloat16, Gradients())
-
-
-def rotated(x: np.ndarray) -> np.ndarray:
-    """Blocks of 64 along the last axis, pairs at growing distances, then divided by 8."""
-    y = x.astype(np.float32).reshape(*x.shape[:-1], -1, 64)
-    for distance in (1, 2, 4, 8, 16, 32):
-        pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
-    return (y * np.float32(0.125)).reshape(x.shape)
-
-
-def fifteen_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The integers of planes, int64, and the scale of each row."""
-    amax = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(2.0**-100))
-    top = np.float32(32512)
-    codes = np.rint(np.clip(x * (top / amax), -top, top)).astype(np.int64)
-    return codes, amax / top
 
 
 def in_bf16(x: np.ndarray) -> Tensor:
@@ -61,14 +41,14 @@ def test_the_products_are_those_of_the_definition() -> None:
     logits.backward(dlogits)
 
     stored = router.operand("train").float().numpy()
-    x_codes, x_scales = fifteen_bits(rotated(x.detach().float().numpy()))
-    w_codes, w_scales = fifteen_bits(rotated(stored))
+    x_codes, x_scales = integers(rotated(x.detach().float().numpy()))
+    w_codes, w_scales = integers(rotated(stored))
     expected = (x_codes @ w_codes.T).astype(np.float32) * x_scales * w_scales.T
     assert torch.equal(logits, in_bf16(expected))
     dl = dlogits.float().numpy()
-    codes, scales = fifteen_bits(dl * w_scales.T)
+    codes, scales = integers(dl * w_scales.T)
     assert torch.equal(x.grad, in_bf16(rotated((codes @ w_codes).astype(np.float32) * scales)))
-    codes, scales = fifteen_bits((dl * x_scales).T)
+    codes, scales = integers((dl * x_scales).T)
     dw = rotated((codes @ x_codes).astype(np.float32) * scales)
     assert torch.equal(router.weight.grad, torch.from_numpy(dw))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.small import before_call
+from tests.reliability.conftest import made
 
 from jetrl import train
 from jetrl.cli.main import main
@@ -118,10 +119,20 @@ def test_a_file_that_cannot_be_opened(
     assert train(small("loop.steps=4"), resume=True).steps == 4
 
 
+WARM = ("sft.steps=4", "sft.examples_per_step=4", "loop.steps=2")
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run; its bits do not depend on when checkpoints are written."""
+    return made(tmp_path_factory.mktemp("runs"), *WARM, "checkpoint.every=1")
+
+
 @pytest.mark.parametrize("failing, every", [(1, 1), (3, 1), (1, 2), (2, 2), (5, 1)])
 def test_any_checkpoint(
     failing: int,
     every: int,
+    warmed: Path,
     small: Callable[..., Any],
     same: Callable[[Path, Path], bool],
     tmp_path: Path,
@@ -131,8 +142,7 @@ def test_any_checkpoint(
 
     The checkpoint fails in the background, so the line of the next update is written.
     """
-    words = ("sft.steps=4", "sft.examples_per_step=4", f"checkpoint.every={every}", "loop.steps=2")
-    uncut = train(small(*words, name="uncut"))
+    words = (*WARM, f"checkpoint.every={every}")
     begun, write = itertools.count(1), Checkpoints.write
 
     def full(self: Any, snapshot: Any) -> Path:
@@ -145,7 +155,7 @@ def test_any_checkpoint(
         with pytest.raises(StorageError, match="go on with --resume"):
             train(small(*words))
     assert RunDirectory.open(tmp_path / "run").state() == "stopped"
-    assert same(train(small(*words), resume=True).run_path, uncut.run_path)
+    assert same(train(small(*words), resume=True).run_path, warmed)
 
 
 def test_a_model_that_cannot_be_written(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tasks.test_toys import MULTIPLICATION, PROGRAM
 
 from jetrl.errors import UserError
 from jetrl.tasks import ScoreError, Scorer, Task, get_task, read_prompts, to_score
@@ -29,6 +30,21 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
         (f"{EXAMPLE}:ReverseWord", {}, "no class 'ReverseWord'; did you mean ReverseWords?"),
         (f"{EXAMPLE}:ReverseWords", {"leters": 3}, "did you mean letters?"),
         (f"{AWKWARD}:NotATask", {}, "awkward_task.py: NotATask is not a Task; write"),
+        ("arithmetic", {"digits": 0}, "digits = 0: should be greater"),
+        ("arithmetic", {"operators": "*"}, "operators = .*should match pattern"),
+        ("arithmetic", {"max_operand": 100}, "max_operand = 100: give 1 to 99"),
+        ("arithmetic", {"test_share": 1.0}, "test_share"),
+        ("arithmetic", {"seed": "a"}, "seed"),
+        (MULTIPLICATION, {"digits": 1}, "digits = 1: should be greater than or equal to 2"),
+        (MULTIPLICATION, {"digits": 2, "size": 9000}, "more than half of the"),
+        (PROGRAM, {"rounds": True}, "rounds = True"),
+        (PROGRAM, {"variables": 7}, "variables = 7: should be less than or equal to 6"),
+        (PROGRAM, {"size": 0}, "size = 0"),
+        (PROGRAM, {"test_size": 1.5}, "test_size = 1.5"),
+        (PROGRAM, {"mistakes": 1.5}, "mistakes = 1.5"),
+        (PROGRAM, {"reward": "both"}, "should be 'answer' or 'steps'"),
+        (PROGRAM, {"only": 3}, "only = 3"),
+        (PROGRAM, {"rouns": 2}, "rouns"),
     ],
 )
 def test_bad_names_and_options(name, options, message):

@@ -171,28 +171,3 @@ def test_reward_is_the_answer_and_by_choice_the_share_of_right_steps(completion,
     steps = pytest.approx(steps, abs=1e-12)  # a rounded quotient
     assert score.parts["steps"] == steps
     assert task_of(PROGRAM, reward="steps").score(prompt, completion).reward == steps
-
-
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("arithmetic", {"digits": 0}, "digits = 0: should be greater"),
-        ("arithmetic", {"operators": "*"}, "operators = .*should match pattern"),
-        ("arithmetic", {"max_operand": 100}, "max_operand = 100: give 1 to 99"),
-        ("arithmetic", {"test_share": 1.0}, "test_share"),
-        ("arithmetic", {"seed": "a"}, "seed"),
-        (MULTIPLICATION, {"digits": 1}, "digits = 1: should be greater than or equal to 2"),
-        (MULTIPLICATION, {"digits": 2, "size": 9000}, "more than half of the"),
-        (PROGRAM, {"rounds": True}, "rounds = True"),
-        (PROGRAM, {"variables": 7}, "variables = 7: should be less than or equal to 6"),
-        (PROGRAM, {"size": 0}, "size = 0"),
-        (PROGRAM, {"test_size": 1.5}, "test_size = 1.5"),
-        (PROGRAM, {"mistakes": 1.5}, "mistakes = 1.5"),
-        (PROGRAM, {"reward": "both"}, "should be 'answer' or 'steps'"),
-        (PROGRAM, {"only": 3}, "only = 3"),
-        (PROGRAM, {"rouns": 2}, "rouns"),
-    ],
-)
-def test_bad_options(name, options, message):
-    with pytest.raises(UserError, match=message):
-        get_task(name, **options)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.bits import random as normal
 from tests.training.shared import draw, make_policy, settings
-from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.routing import balance_loss, route, router_entropy, row_shares
@@ -28,10 +28,6 @@ EXPERTS = {
     "norm_topk_prob": True,
     "num_hidden_layers": 2,
 }
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("rule", [RoutingRule(2), RoutingRule(2, "sigmoid")])
