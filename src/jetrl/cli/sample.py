@@ -13,10 +13,11 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jetrl.cli import arguments
 from jetrl.errors import UserError
+from jetrl.types import Json
 
 if TYPE_CHECKING:
     from jetrl.types import Completion, Prompt
@@ -89,7 +90,7 @@ def _as_text(prompt: Prompt, completion: Completion) -> str:
     return f"{text}\n  [{facts}]"
 
 
-def _as_object(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+def _as_object(prompt: Prompt, completion: Completion) -> Json:
     return {
         "prompt": prompt.asked,
         "completion": completion.text,

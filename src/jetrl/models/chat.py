@@ -19,7 +19,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -38,7 +37,7 @@ from jetrl.models.tokenizer import (
     hide_special_tokens,
     shown,
 )
-from jetrl.types import Example, Message, PlainText, Prompt, PromptInputs, Turn
+from jetrl.types import Example, Json, Message, PlainText, Prompt, PromptInputs, Turn
 from jetrl.types.conversation import LABELS, REASONING, as_message, as_template_args, as_tools
 from jetrl.untrusted import LimitError
 
@@ -433,7 +432,7 @@ def _render(
     raise UserError(f"{where}: the tokenizer's chat template refuses it: {refusal}") from refusal
 
 
-def _functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+def _functions(messages: Sequence[Message]) -> Iterator[Json]:
     """Yield the name and arguments of each tool call."""
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -10,7 +10,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetrl.errors import UserError
 from jetrl.models.tokenizer import MOST_TEMPLATE
-from jetrl.types import Message
+from jetrl.types import Json, Message
 from jetrl.untrusted import LimitedProcess, LimitError
 
 LIMIT_S = 5.0
@@ -32,8 +32,8 @@ class Conversation:
     """The input of a chat template: messages, tools and arguments of `apply_chat_template`."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Json] = ()
+    template_args: Json = field(default_factory=dict)
 
 
 def render_messages(
@@ -68,9 +68,7 @@ def names_read(template: str) -> frozenset[str]:
     return frozenset(re.findall(r"[^\W\d]\w*", template))
 
 
-def check_template_args(
-    template: str, values: Mapping[str, Any], given: Set[str], where: str
-) -> None:
+def check_template_args(template: str, values: Json, given: Set[str], where: str) -> None:
     """Raise for an argument that a template does not read, or whose name is one of `given`."""
     names = sorted({*re.findall(r"(?<![\w.])[^\W\d]\w*", template)} - given)
     for name in values:
@@ -82,9 +80,7 @@ def check_template_args(
 
 
 def set_template_args(
-    tokenizer: PreTrainedTokenizerBase | None,
-    values: Mapping[str, Any],
-    where: str = "model.template_args",
+    tokenizer: PreTrainedTokenizerBase | None, values: Json, where: str = "model.template_args"
 ) -> None:
     """Give names that a tokenizer's chat template reads a value, such as enable_thinking = false.
 
@@ -116,7 +112,7 @@ def _rendered(request: bytes) -> str:
     return str(_shared().answer(request))
 
 
-def render(request: dict[str, Any]) -> Any:
+def render(request: Json) -> Any:
     """Render in the limited process."""
     rendered: Any = render_jinja_template(
         conversations=[request["messages"]],

@@ -36,6 +36,7 @@ from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, 
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope, rotary_channels
 from jetrl.settings.section import MOST_LAYERS
+from jetrl.types import Json
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    raw: Mapping[str, Any] = field(repr=False, compare=False)
+    raw: Json = field(repr=False, compare=False)
     head: Head = "lm"
 
     @property
@@ -189,7 +190,7 @@ class ModelConfig:
     def layers_without_rope(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if not layer.rotates)
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Json:
         """Return the fields as stored in checkpoints, including those of blocks and mixers."""
         names = ("num_layers", "layers_without_rope")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
@@ -210,7 +211,7 @@ class ModelConfig:
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, config: Json) -> ModelConfig:
         """Return the configuration in a config.json of transformers 4 or 5.
 
         Raises UserError for a missing or wrong key, and for an unsupported feature.
@@ -248,14 +249,14 @@ class ModelConfig:
 
 
 @functools.cache
-def defaults(family: str) -> Mapping[str, Any]:
+def defaults(family: str) -> Json:
     """Return transformers' defaults for the keys that a family's config.json may omit.
 
     A missing key differs from null: a Mistral without `sliding_window` has a window of 4,096
     tokens.
     """
     kind = CONFIG_MAPPING[family]
-    known: dict[str, Any] = {}
+    known: Json = {}
     for base in reversed(kind.__mro__):
         parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
         known |= {name: p.default for name, p in parameters if p.default is not p.empty}
@@ -305,7 +306,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
+def _family(named: Named, config: Json) -> tuple[str, Head]:
     """Return the family and head, from `architectures` or `model_type` in config.json."""
     model_type, architecture = named.model_type, (named.architectures or [""])[0]
     scores = architecture.endswith(_SCORE)
@@ -355,7 +356,7 @@ _OBSTACLES = {  # keys of config.json, and model types
 }
 
 
-def _in_the_way(config: Mapping[str, Any]) -> str:
+def _in_the_way(config: Json) -> str:
     """Return words for the unsupported features of a config.json, for an error message."""
     inner = config.get("text_config")
     parts = [config, inner] if isinstance(inner, Mapping) else [config]
@@ -376,7 +377,7 @@ def _asks(part: Mapping[str, Any], key: str) -> bool:
     return bool(value) and not as_here
 
 
-def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[LayerShape, ...]:
+def _layers(hf: HfConfig, values: Json, family: str) -> tuple[LayerShape, ...]:
     """Return the layers; `values` is config.json with the family's defaults filled in."""
     shared, count = FAMILIES[family], hf.num_hidden_layers
     block = checked(TypeAdapter(shared.block), values, "config.json")

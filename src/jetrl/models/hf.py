@@ -11,11 +11,9 @@ loading needs memory for one parameter. FP8 weights are dequantized on read; NVF
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +28,7 @@ from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
+from jetrl.types import Json
 
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # no code of their own
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; recomputed here
@@ -37,7 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> Json:
     """Return the contents of config.json. Raises UserError for an adapter's directory."""
     directory = hf_files.model_directory(path)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
@@ -65,7 +64,7 @@ def model_config(path: str | Path) -> families.ModelConfig:
         raise UserError(f"{path}/{error}") from None
 
 
-def read_generation_config(path: str | Path) -> dict[str, Any]:
+def read_generation_config(path: str | Path) -> Json:
     """Return the contents of generation_config.json, an empty dict without that file."""
     file = hf_files.model_directory(path) / "generation_config.json"
     return hf_files.read_object(file) if file.exists() else {}
@@ -73,7 +72,7 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
 
 def eos_token_ids(
     config: families.ModelConfig,
-    generation_config: Mapping[str, Any],
+    generation_config: Json,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
     """Return the ids of end-of-sequence tokens in both files and the tokenizer, each once."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -45,6 +45,7 @@ from jetrl.models.families import (
 from jetrl.models.hf_files import sync
 from jetrl.precision.quantize import dithered_bf16, quantize
 from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
+from jetrl.types import Json
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
 
@@ -113,7 +114,7 @@ def save_model(
     weights: Mapping[str, Tensor],
     encoding: Encoding,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    generation_config: Mapping[str, Any] | None = None,
+    generation_config: Json | None = None,
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> None:
@@ -240,7 +241,7 @@ def _write_shards(
         world().from_first("the index of the files", lambda: write_json(place, index))
 
 
-def _config_json(config: ModelConfig, encoding: Encoding) -> dict[str, Any]:
+def _config_json(config: ModelConfig, encoding: Encoding) -> Json:
     """Return the contents of config.json."""
     named = "float32" if encoding.dtype == "float32" else "bfloat16"
     contents = dict(config.raw) | {
@@ -342,5 +343,5 @@ def publish_directory(scratch: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def write_json(file: Path, contents: Mapping[str, Any]) -> None:
+def write_json(file: Path, contents: Json) -> None:
     file.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import ModelSettings
-from jetrl.types import PlainText
+from jetrl.types import Json, PlainText
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class ModelSource:
     config: ModelConfig
     weights: Callable[[torch.device], CodedWeights]
     tokenizer: PreTrainedTokenizerBase | None = None
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: Json = field(default_factory=dict)
     adapter: Adapter | None = None
     origin: str | None = None
     plain_text: PlainText = "replies"
@@ -185,7 +184,7 @@ def model_config(settings: Settings) -> ModelConfig:
     return config
 
 
-def _config_json(settings: ModelSettings) -> dict[str, Any]:
+def _config_json(settings: ModelSettings) -> Json:
     """Return model.config, read from its file if it is a path."""
     config = settings.config
     if isinstance(config, dict):

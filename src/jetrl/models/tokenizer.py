@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.files import MOST_BYTES, MOST_TEXT, read_json, shown_value
+from jetrl.types import Json
 
 MOST_TEMPLATE = 2**20
 """The maximum length of a chat template in characters; real models' have up to 30,000."""
@@ -91,7 +92,7 @@ def check_tokenizer_files(directory: Path) -> tuple[float, str]:
     return longer, where
 
 
-def _growth(stage: dict[str, Any]) -> float:
+def _growth(stage: Json) -> float:
     """Return an upper bound on the factor by which a stage lengthens a text."""
     if stage["type"] == "Replace":
         content, pattern = stage["content"], stage["pattern"]
@@ -109,7 +110,7 @@ def _growth(stage: dict[str, Any]) -> float:
     return max(2.0, 1.0 + len(stage.get("prepend", "")))
 
 
-def _stages(part: Any) -> Iterator[dict[str, Any]]:
+def _stages(part: Any) -> Iterator[Json]:
     """Yield the stages of a part in no order, those of nested sequences too."""
     left = [part] if part is not None else []
     while left:

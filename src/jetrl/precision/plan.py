@@ -40,10 +40,11 @@ from jetrl.precision.formats import (
 from jetrl.settings import presets
 from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.settings.section import NonNegative
+from jetrl.types import Json
 
 
 @functools.cache
-def _schemas() -> dict[str, Any]:
+def _schemas() -> Json:
     hints = get_type_hints(PrecisionPlan, include_extras=True)
     return {name: TypeAdapter(hint) for name, hint in hints.items()}
 
@@ -261,7 +262,7 @@ class PrecisionPlan:
         return self.pinned and not self.sampler_only
 
     @property
-    def sampler_only(self) -> dict[str, Any]:
+    def sampler_only(self) -> Json:
         """The fields, by name, that make the sampler compute differently from the trainer."""
         fields = {name: getattr(self, name) for name in _SAMPLER_FIELDS}
         return {name: value for name, value in fields.items() if value}
@@ -341,7 +342,7 @@ class PrecisionPlan:
         """Return whether a decoder layer's linears stay in BF16 on both sides."""
         return layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the fields by name, as stored in plan.json and checkpoints."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(PrecisionPlan)}
         for name in _STORED_IF_SET:
@@ -354,7 +355,7 @@ class PrecisionPlan:
         return fields
 
     @staticmethod
-    def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
+    def from_dict(fields: Json, where: str = "precision plan") -> PrecisionPlan:
         """Return the plan of a dict made by `to_dict` and read from the file `where`.
 
         Raises UserError unless the fields are a preset's, with options of `[precision]` changed.
@@ -436,7 +437,7 @@ def _linear_rows(plan: PrecisionPlan) -> list[tuple[str, str]]:
     return [("rollout linears", rollout), ("training linears", training)]
 
 
-def words_of(fields: dict[str, Any]) -> str:
+def words_of(fields: Json) -> str:
     """Return plan fields as text, like `attention_split = 256, bf16_layers = 0 3`."""
     words = []
     for name, value in fields.items():

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
 from jetrl.runs.format import number, percent
 from jetrl.runs.history import mean
 from jetrl.runs.metrics import part_metric
+from jetrl.types import Metrics
 
 
 class Watch:
@@ -35,13 +36,13 @@ class Watch:
 
     window: int
 
-    def __init__(self, history: Iterable[Mapping[str, float]] = ()) -> None:
-        self._steps: deque[Mapping[str, float]] = deque(maxlen=self.window)
+    def __init__(self, history: Iterable[Metrics] = ()) -> None:
+        self._steps: deque[Metrics] = deque(maxlen=self.window)
         self._lasting: set[str] = set()
         for metrics in history:
             self.see(metrics)
 
-    def see(self, metrics: Mapping[str, float]) -> list[str]:
+    def see(self, metrics: Metrics) -> list[str]:
         """Add a step's metrics; return the warnings that start at this step."""
         warnings = self.warnings(metrics)
         if warnings is None:
@@ -50,7 +51,7 @@ class Watch:
         self._lasting = set(warnings)
         return new
 
-    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
+    def warnings(self, metrics: Metrics) -> dict[str, str] | None:
         """Add a step; return its warnings by kind, or None if the step does not count."""
         raise NotImplementedError
 
@@ -66,7 +67,7 @@ ANSWERED = part_metric("answered")  # score part: the text contains an answer
 class Learning(Watch):
     window = STEPS
 
-    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
+    def warnings(self, metrics: Metrics) -> dict[str, str] | None:
         if "reward/mean" not in metrics:
             return None
         self._steps.append(metrics)
@@ -75,7 +76,7 @@ class Learning(Watch):
         return problems(self._steps, f"over {STEPS} steps", LOOK)
 
 
-def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> dict[str, str]:
+def problems(steps: Collection[Metrics], when: str, look: str) -> dict[str, str]:
 
     def mean_of(name: str) -> float | None:
         values = [step[name] for step in steps if name in step]
@@ -130,7 +131,7 @@ LEFT_REFERENCE = 1.0  # nats of policy/kl_ref, per token
 class Anomalies(Watch):
     window = WINDOW
 
-    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
+    def warnings(self, metrics: Metrics) -> dict[str, str]:
         texts = {
             "gradient": self._gradient_spike(metrics),
             "loss": self._loss_spike(metrics),
@@ -147,7 +148,7 @@ class Anomalies(Watch):
         values = [float(step[name]) for step in self._steps if name in step]
         return [value for value in values if math.isfinite(value)]
 
-    def _gradient_spike(self, metrics: Mapping[str, float]) -> str:
+    def _gradient_spike(self, metrics: Metrics) -> str:
         norm = metrics.get("policy/grad_norm", 0.0)
         before = [value for value in self._values("policy/grad_norm") if value > 0]
         usual, spread = _usual(before)
@@ -158,7 +159,7 @@ class Anomalies(Watch):
             f"{len(before)} steps; train.grad_clip limits its effect; if it recurs, lower train.lr"
         )
 
-    def _loss_spike(self, metrics: Mapping[str, float]) -> str:
+    def _loss_spike(self, metrics: Metrics) -> str:
         loss, before = metrics.get("policy/loss", 0.0), self._values("policy/loss")
         usual, spread = _usual(before)
         if spread == math.inf or abs(loss - usual) <= max(SPIKE * spread, SPIKE_LOSS):
@@ -168,7 +169,7 @@ class Anomalies(Watch):
             f"{number(usual)}: look at this step's rewards and ratios (policy/clip_fraction)"
         )
 
-    def _entropy(self, metrics: Mapping[str, float]) -> str:
+    def _entropy(self, metrics: Metrics) -> str:
         entropies = [*self._values("policy/entropy"), metrics.get("policy/entropy", math.nan)]
         rewards = [*self._values("reward/mean"), metrics.get("reward/mean", math.nan)]
         if len(entropies) < WINDOW or len(rewards) < WINDOW or not math.isfinite(entropies[-1]):
@@ -190,7 +191,7 @@ class Anomalies(Watch):
             )
         return ""
 
-    def _reward(self, metrics: Mapping[str, float]) -> str:
+    def _reward(self, metrics: Metrics) -> str:
         rewards = [*self._values("reward/mean"), metrics.get("reward/mean", math.nan)]
         if len(rewards) < ENOUGH + RECENT or not reward_collapses(rewards, RECENT):
             return ""
@@ -201,7 +202,7 @@ class Anomalies(Watch):
             "fewer updates per step (train.updates_per_step)"
         )
 
-    def _mismatch(self, metrics: Mapping[str, float]) -> str:
+    def _mismatch(self, metrics: Metrics) -> str:
         kl = metrics.get("mismatch/k3_kl", math.nan)
         before = self._values("mismatch/k3_kl")
         recent, earlier = [*before[1 - RECENT :], kl], before[: 1 - RECENT]
@@ -217,7 +218,7 @@ class Anomalies(Watch):
             "mismatch; `jetrl parity MODEL --locate` names the operation"
         )
 
-    def _reference(self, metrics: Mapping[str, float]) -> str:
+    def _reference(self, metrics: Metrics) -> str:
         kl = metrics.get("policy/kl_ref", math.nan)
         recent = [*self._values("policy/kl_ref")[1 - RECENT :], kl]
         if math.isnan(kl) or mean(recent) <= LEFT_REFERENCE:
@@ -229,7 +230,7 @@ class Anomalies(Watch):
         )
 
 
-def _surprise(metrics: Mapping[str, float]) -> str:
+def _surprise(metrics: Metrics) -> str:
     z = metrics.get("sampling/surprise_z", 0.0)
     if abs(z) <= SURPRISE:
         return ""

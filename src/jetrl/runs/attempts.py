@@ -21,13 +21,13 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.files import checked, open_regular, read_bytes
 from jetrl.runs.format import visible
 from jetrl.runs.schemas import ATTEMPT_LINE, STATUS, EndState, Status
-from jetrl.runs.storage import JsonlWriter, read_jsonl, repair_jsonl, storing
+from jetrl.runs.storage import JsonlWriter, Record, read_jsonl, repair_jsonl, storing
 
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
 
@@ -213,7 +213,7 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
         handler.close()
 
 
-def write_attempt(path: Path, record: Mapping[str, Any]) -> None:
+def write_attempt(path: Path, record: Record) -> None:
     """Append the start or the end of an attempt to attempts.jsonl."""
     file = path / "attempts.jsonl"
     with storing(file):

@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import IO
 
@@ -25,7 +25,7 @@ from jetrl.distributed.console import drop_output
 from jetrl.distributed.world import world
 from jetrl.runs.format import clip, count, duration, metric_value, number, percent, spread, visible
 from jetrl.runs.metrics import is_eval_mean
-from jetrl.types import Sample, StepStats
+from jetrl.types import Metrics, Sample, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class _Remaining(ProgressColumn):
         return Text(self._text(), style=QUIET)
 
 
-def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
+def _step_line(title: str, step: int, total: int, metrics: Metrics) -> list[Piece]:
     pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 
     def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from jetrl.errors import UserError
 from jetrl.runs.storage import Record
-from jetrl.types import Sample
+from jetrl.types import Metrics, Sample
 
 Digest = Mapping[str, str]
 """The chain's digest as "run", and the step's fields by name."""
@@ -62,7 +62,7 @@ _ORDER = ("sft", "rl")  # phases of a run
 
 
 def fields_of(
-    samples: Sequence[Sample], metrics: Mapping[str, float], weights: Iterable[str]
+    samples: Sequence[Sample], metrics: Metrics, weights: Iterable[str]
 ) -> dict[str, str]:
     """Return the fields of a step; without samples, those of a supervised update.
 
@@ -193,7 +193,7 @@ def _reward(reward: float | None) -> bytes:
     return _NO_REWARD if reward is None or math.isnan(reward) else struct.pack("<d", reward)
 
 
-def _metrics_named(last: str, metrics: Mapping[str, float]) -> Iterable[bytes]:
+def _metrics_named(last: str, metrics: Metrics) -> Iterable[bytes]:
     for name in sorted(metrics):
         part, _, rest = name.partition("/")
         if rest == last and part != "draft_head":

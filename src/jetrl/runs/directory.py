@@ -24,7 +24,6 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ class RunDirectory:
         """Return the state: new, running, finished, interrupted, stopped or failed."""
         return run_state(self.path)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Record:
         file = self.path / "config.toml"
         try:
             tree = tomllib.loads(read_text(file))
@@ -115,7 +114,7 @@ class RunDirectory:
         file = self.path / READING
         return read_text(file).strip() if file.is_file() else ""
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Record:
         try:
             return read_stored(self.path / "plan.json", schemas.PLAN)
         except FileNotFoundError as error:
@@ -156,7 +155,7 @@ def settings_of_resume(settings: Settings) -> Settings:
     return settings.model_copy(update={"precision": precision})
 
 
-def _with_older_logprobs(settings: Settings, stored: Mapping[str, Any]) -> Settings:
+def _with_older_logprobs(settings: Settings, stored: Record) -> Settings:
     """Return settings with log-probs of all tokens for a run from before truncated_logprobs."""
     rollout, key = settings.rollout, "truncated_logprobs"
     filters = stored.get("top_p", 1.0) != 1.0 or stored.get("top_k", 0) != 0
@@ -165,7 +164,7 @@ def _with_older_logprobs(settings: Settings, stored: Mapping[str, Any]) -> Setti
     return settings.model_copy(update={"rollout": rollout.model_copy(update={key: False})})
 
 
-def check_start(settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
+def check_start(settings: Settings, plan: Record, resume: bool) -> None:
     """Raise the errors of `RunWriter.create` before anything slow is loaded; leave no files."""
     path = path_of_run(settings)
     check_readable(settings, plan)
@@ -181,7 +180,7 @@ def check_start(settings: Settings, plan: Mapping[str, Any], resume: bool) -> No
         raise UserError(f"run directory {path}: {why}") from None
 
 
-def check_readable(settings: Settings, plan: Mapping[str, Any]) -> None:
+def check_readable(settings: Settings, plan: Record) -> None:
     """Raise if config.toml or plan.json could not be read back by a resume."""
     text = to_toml(settings)
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
@@ -209,7 +208,7 @@ def check_use(path: Path, resume: bool) -> None:
         )
 
 
-def check_plan(path: Path, plan: Mapping[str, Any]) -> None:
+def check_plan(path: Path, plan: Record) -> None:
     """Check that a resumed run has the precision plan of its start."""
     changed = _differences(RunDirectory(path).plan(), json.loads(json.dumps(plan)))
     if changed:
@@ -258,18 +257,16 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def settings_that_differ(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def settings_that_differ(before: Record, now: Record) -> dict[str, tuple[Any, Any]]:
     """Return the differing settings of two configs: {key: (before, now)}; missing is None."""
 
-    def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    def flat(tree: Record) -> Record:
         return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}
 
     return _differences(flat(before), flat(now))
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(old: Record, new: Record) -> dict[str, tuple[Any, Any]]:
     return {
         key: (old.get(key), new.get(key))
         for key in sorted({*old, *new})

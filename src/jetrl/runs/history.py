@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.digest import last_digest
 from jetrl.runs.metrics import is_eval_mean
+from jetrl.runs.storage import Record
+from jetrl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class RunHistory:
     digest: str = ""
 
 
-def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = ()) -> RunHistory:
+def history_of(records: Sequence[Record], attempts: Sequence[Attempt] = ()) -> RunHistory:
     rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
     eval_names = sorted({name for record in rl for name in record if is_eval_mean(name)})
     evals = (change_of(rl, name) for name in eval_names)
@@ -65,9 +67,9 @@ def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = 
     )
 
 
-def summary_of(history: RunHistory) -> dict[str, float]:
+def summary_of(history: RunHistory) -> Metrics:
     """Return the summary of a run for trackers: totals, and first and last rewards."""
-    summary: dict[str, float] = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
+    summary: Metrics = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
     if history.num_different is not None:
         summary["mismatch/num_different"] = history.num_different
     for change in (history.reward, *history.evals):
@@ -76,7 +78,7 @@ def summary_of(history: RunHistory) -> dict[str, float]:
     return summary
 
 
-def change_of(records: Sequence[dict[str, Any]], name: str) -> Change | None:
+def change_of(records: Sequence[Record], name: str) -> Change | None:
     """Return the first and last value of a metric; None if no record has it."""
     having = [r for r in records if name in r]
     if not having:
@@ -85,16 +87,16 @@ def change_of(records: Sequence[dict[str, Any]], name: str) -> Change | None:
     return Change(name, first["step"], first[name], last["step"], last[name])
 
 
-def phase_of(record: Mapping[str, Any]) -> str:
+def phase_of(record: Record) -> str:
     """Return the phase of a line of metrics.jsonl: `sft` or `rl`."""
     return str(record.get("phase", "rl"))
 
 
-def in_phase(records: Sequence[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+def in_phase(records: Sequence[Record], phase: str) -> list[Record]:
     return [record for record in records if phase_of(record) == phase]
 
 
-def values_of(records: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+def values_of(records: Iterable[Record], name: str) -> list[Any]:
     return [record[name] for record in records if name in record]
 
 
@@ -107,7 +109,7 @@ def mean(values: Iterable[float]) -> float:
         return sum(listed) / len(listed)
 
 
-def _total(records: Sequence[dict[str, Any]], name: str) -> int | None:
+def _total(records: Sequence[Record], name: str) -> int | None:
     values = values_of(records, name)
     return int(sum(values)) if values else None
 

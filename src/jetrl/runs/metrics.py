@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from jetrl.types import Metrics
 
 FREE = r"[^/<>\s]+"
 """Pattern of <task> and <name>: a path component without blanks or angle brackets."""
@@ -47,9 +48,9 @@ def find_metric(name: str) -> Metric | None:
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
-def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def check_metrics(metrics: Metrics) -> Metrics:
     """Return the metrics as Python numbers; raise ValueError if a name is not registered."""
-    checked: dict[str, float] = {}
+    checked: Metrics = {}
     for name, value in metrics.items():
         if find_metric(name) is None:
             near = difflib.get_close_matches(name, [m.name for m in METRICS], n=1, cutoff=0.4)
@@ -61,7 +62,7 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return checked
 
 
-def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
+def reproducible(metrics: Metrics) -> Metrics:
     """Return the metrics that a repeated or resumed run on the CPU must reproduce bit for bit."""
     known = {name: find_metric(name) for name in metrics}
     return {name: metrics[name] for name, metric in known.items() if metric and not metric.measured}

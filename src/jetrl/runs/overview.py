@@ -31,6 +31,7 @@ from jetrl.runs.history import RunHistory, history_of, mean, phase_of, values_of
 from jetrl.runs.metrics import find_metric, reproducible
 from jetrl.runs.storage import Record
 from jetrl.settings.loading import as_override
+from jetrl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class RunBeside:
     elapsed_s: float
     num_tokens: int | None
     num_different: int | None
-    reached: Mapping[str, float]
+    reached: Metrics
     settings: Mapping[str, tuple[Any, Any]]
     common_lines: int
     same_lines: int
@@ -321,7 +322,7 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
     }
 
 
-def _reached_by(records: Sequence[Record]) -> dict[str, float]:
+def _reached_by(records: Sequence[Record]) -> Metrics:
     """Return means, last evaluations, medians and peaks of a run, by metric."""
     end = records[-max(1, len(records) // 10) :]
     found: list[tuple[str, Callable[[list[float]], float], list[float]]] = [
@@ -333,9 +334,7 @@ def _reached_by(records: Sequence[Record]) -> dict[str, float]:
     return {name: reduce(values) for name, reduce, values in found if values}
 
 
-def _reached(
-    name: str, own: Mapping[str, float], first: Mapping[str, float], is_first: bool
-) -> str:
+def _reached(name: str, own: Metrics, first: Metrics, is_first: bool) -> str:
     if name not in own:
         return ""
     value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")

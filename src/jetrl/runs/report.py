@@ -10,7 +10,7 @@ import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NewType
+from typing import NewType
 
 from jetrl.errors import UserError
 from jetrl.runs.anomalies import Anomalies, Learning
@@ -137,7 +137,7 @@ def write_report(run_path: str | Path) -> Path:
 
 
 def _header(
-    run: RunDirectory, config: Mapping[str, Any], history: RunHistory, attempts: list[Attempt]
+    run: RunDirectory, config: Record, history: RunHistory, attempts: list[Attempt]
 ) -> Html:
     state = run.state()
     source = config.get("model", {}).get("path") or "a model with random initial weights"
@@ -206,7 +206,7 @@ def _warnings(records: list[Record]) -> Html:
     return section("Warnings", table(rows, ("from", ""))) if rows else Html("")
 
 
-def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
+def _samples(run: RunDirectory, config: Record) -> Html:
     steps = run.rollout_steps()
     num = int(config.get("report", {}).get("samples", DEFAULT_SAMPLES))
     if not steps or num == 0:
@@ -278,7 +278,7 @@ def _shortened(content: str, width: int) -> str:
     return content if left_out <= 0 else f"{content[:width]}\n[{count(left_out)} characters more]"
 
 
-def _settings(run: RunDirectory, config: Mapping[str, Any]) -> Html:
+def _settings(run: RunDirectory, config: Record) -> Html:
     defaults = Settings().model_dump(mode="json")
 
     def default(name: str, key: str) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from jetrl.files import Count, Step, Stored, UnixTime
+from jetrl.runs.storage import Record
 from jetrl.settings.section import ReportSamples
 from jetrl.types import Completion, FinishReason, Prompt, PromptInputs, Sample, Score, Turn
 from jetrl.types.conversation import shown_message
@@ -105,7 +106,7 @@ class RolloutLine(Stored):
     group: Count = 0
     prompt_id: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Record] | None = None
     answer: str | None = None
     completion: str = ""
     reward: Number | None = 0.0
@@ -117,7 +118,7 @@ class RolloutLine(Stored):
     token_ids: list[Count] = Field(default_factory=list)
     logprobs: list[Number] = Field(default_factory=list)
     environment: list[Span] = Field(default_factory=list)
-    turns: list[dict[str, Any]] = Field(default_factory=list)
+    turns: list[Record] = Field(default_factory=list)
     versions: list[Step] = Field(default_factory=list)
     task: str = ""
     readable: str = ""
@@ -146,7 +147,7 @@ class RunConfig(Stored):
     class Report(Stored):
         samples: ReportSamples = 0
 
-    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+    __pydantic_extra__: dict[str, Record] = Field(init=False)
 
     run: Named = Named()
     task: Named = Named()
@@ -180,11 +181,11 @@ ROLLOUT_LINE = TypeAdapter(RolloutLine)
 STATUS = TypeAdapter(Status)
 BOARD = TypeAdapter(BoardRecord)
 RUN_CONFIG = TypeAdapter(RunConfig)
-PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_field)]])
+PLAN: TypeAdapter[Record] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_field)]])
 """The contents of plan.json, by `PrecisionPlan.to_dict`."""
 
 
-def record_of(step: int, sample: Sample) -> dict[str, Any]:
+def record_of(step: int, sample: Sample) -> Record:
     """Return the JSON object of a sample; log-probs read back with the same bits."""
     prompt, completion = sample.prompt, sample.completion
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
@@ -212,7 +213,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
     }
 
 
-def sample_of(record: Mapping[str, Any]) -> Sample:
+def sample_of(record: Record) -> Sample:
     """Return the sample of a line (`record_of`), without its prompt's metadata.
 
     Raises ValueError if the line has log-probs of other tokens, or no prompt.
@@ -248,7 +249,7 @@ def sample_of(record: Mapping[str, Any]) -> Sample:
     )
 
 
-def _turns_of(completion: Completion) -> dict[str, Any]:
+def _turns_of(completion: Completion) -> Record:
     if not completion.turns:
         return {}
 
@@ -259,7 +260,7 @@ def _turns_of(completion: Completion) -> dict[str, Any]:
     return {"turns": turns, "environment": [list(span) for span in completion.environment]}
 
 
-def prompt_text(record: dict[str, Any]) -> str:
+def prompt_text(record: Record) -> str:
     if record.get("messages"):
         return "\n".join(map(shown_message, record["messages"]))
     return str(record.get("prompt") or "")

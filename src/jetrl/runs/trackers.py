@@ -14,15 +14,17 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
+from jetrl.runs.storage import Record
 from jetrl.settings.sections import DEFAULT_PROJECT, TrackerSettings
+from jetrl.types import Json, Metrics
 
 log = logging.getLogger("jetrl.runs.trackers")
 
-Send = Callable[[int, Mapping[str, float]], object]
+Send = Callable[[int, Metrics], object]
 
 
 class Tracker(NamedTuple):
@@ -41,13 +43,13 @@ class Trackers:
         self._failed: set[str] = set()
         self._last_step = 0
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._last_step = step
         for name, tracker in self._trackers.items():
             with self._reporting(name, f"could not log the metrics of step {step}"):
                 tracker.log(step, _metrics_of(metrics))
 
-    def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
+    def close(self, summary: Callable[[], Metrics] | None = None) -> None:
         """Close every tracker, after sending the run's summary if given; idempotent."""
         for name, tracker in self._trackers.items():
             if summary is not None:
@@ -71,13 +73,13 @@ class Trackers:
             log.warning("tracker %s %s (%s); no further failure is logged", name, failure, reason)
 
 
-def _metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+def _metrics_of(record: Record) -> Metrics:
     """Drop the time of supervised updates, which are numbered from 1 like RL steps."""
     left_out = "timing/step_s" if "sft/loss" in record else ""
     return {name: record[name] for name in record if "/" in name and name != left_out}
 
 
-def open_trackers(settings: TrackerSettings, run_path: Path, config: Mapping[str, Any]) -> Trackers:
+def open_trackers(settings: TrackerSettings, run_path: Path, config: Record) -> Trackers:
     """Start the trackers of the settings.
 
     Trackers keep their files in the run directory, whose name is the run's. A missing package or a
@@ -107,7 +109,7 @@ def _module(name: str) -> ModuleType:
         raise UserError(f"{what}: pip install {name}") from None
 
 
-def _start(name: str, settings: TrackerSettings, path: Path, config: dict[str, Any]) -> Tracker:
+def _start(name: str, settings: TrackerSettings, path: Path, config: Json) -> Tracker:
     module = _module(name)
     own = {"project": settings.project or os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT)}
     if settings.group is not None:
@@ -120,7 +122,7 @@ def _start(name: str, settings: TrackerSettings, path: Path, config: dict[str, A
         raise UserError(f"trackers.names: {name} could not start ({reason}): {help_}") from error
 
 
-def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]) -> Tracker:
+def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: Json) -> Tracker:
     # Keep the id with the run: a resumed run continues its curves, and another run of the same name
     # gets new ones.
     id_file = path / "wandb_id.txt"
@@ -144,22 +146,18 @@ def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: dict[str,
     )
 
 
-def _trackio(
-    trackio: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]
-) -> Tracker:
-    def send(step: int, metrics: Mapping[str, float]) -> None:
+def _trackio(trackio: ModuleType, own: dict[str, str], path: Path, config: Json) -> Tracker:
+    def send(step: int, metrics: Metrics) -> None:
         trackio.log(dict(metrics), step=step)
 
     trackio.init(name=path.name, resume="allow", config=config, **own)
     return Tracker(send, send, trackio.finish)
 
 
-def _tensorboard(
-    summary: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]
-) -> Tracker:
+def _tensorboard(summary: ModuleType, own: dict[str, str], path: Path, config: Json) -> Tracker:
     writer = summary.Writer(str(path / "tensorboard"))
 
-    def send(step: int, metrics: Mapping[str, float]) -> None:
+    def send(step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()

@@ -86,9 +86,7 @@ class RunWriter(RunDirectory):
         self._new_config = ""  # settings of a resume, until written by `truncate_after`
 
     @classmethod
-    def create(
-        cls, settings: Settings, plan: Mapping[str, Any], *, resume: bool = False
-    ) -> RunWriter:
+    def create(cls, settings: Settings, plan: Record, *, resume: bool = False) -> RunWriter:
         """Create the directory settings.run.dir / settings.run.name, or resume its run.
 
         Raises UserError if the name is unfit or in use, another process writes the run, there is
@@ -203,7 +201,7 @@ class RunWriter(RunDirectory):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write_settings(self, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
+    def _write_settings(self, settings: Settings, plan: Record, resume: bool) -> None:
         config_text = to_toml(settings)
         if resume:
             check_plan(self.path, plan)
@@ -306,7 +304,7 @@ def _printing_to(file: Path) -> Iterator[None]:
             os.close(kept)
 
 
-def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunWriter:
+def open_run_directory(settings: Settings, plan: Record, resume: bool) -> RunWriter:
     """Return the run directory, created or resumed by rank 0; all ranks raise its UserError."""
     made: list[RunWriter] = []
     keep_streams()  # otherwise console output would go to a run file

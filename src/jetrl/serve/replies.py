@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from jetrl.models import chat
 from jetrl.serve.requests import Wanted
 from jetrl.serve.source import Piece
 from jetrl.serve.text import TOOL_CALL, TextStream, ToolCall, tool_calls
+from jetrl.types import Json
 
 _KINDS = {
     "chat": ("chatcmpl-", "chat.completion"),
@@ -57,7 +57,7 @@ class Reply:
             for _ in range(wanted.request.num_choices)
         ]
 
-    async def whole(self, pieces: AsyncIterator[list[Piece]]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[list[Piece]]) -> Json:
         """Return the body of the answer once all choices have ended."""
         ends: dict[int, Piece] = {}
         async for several in pieces:
@@ -93,7 +93,7 @@ class Reply:
         choice.logprobs += piece.logprobs
         self._version = piece.version
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> Json:
         return {
             "id": self._id,
             "object": kind,
@@ -104,7 +104,7 @@ class Reply:
             "seed": self._wanted.request.params.seed,
         }
 
-    def _chunk_head(self) -> dict[str, Any]:
+    def _chunk_head(self) -> Json:
         return self._head(self._object + (".chunk" if self._wanted.api == "chat" else ""))
 
     def _usage(self) -> dict[str, int]:
@@ -112,9 +112,9 @@ class Reply:
         drawn = sum(len(choice.token_ids) for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
-    def _whole_choice(self, index: int, end: Piece) -> dict[str, Any]:
+    def _whole_choice(self, index: int, end: Piece) -> Json:
         choice, wanted = self._choices[index], self._wanted
-        body: dict[str, Any] = {"index": index, "finish_reason": end.finish_reason}
+        body: Json = {"index": index, "finish_reason": end.finish_reason}
         if wanted.api == "generate":
             body["token_ids"] = choice.token_ids
         elif wanted.api == "completion":
@@ -122,7 +122,7 @@ class Reply:
         else:
             text, choice.calls = self._answer(end.text)
             content = text if text.strip() or not choice.calls else None
-            message: dict[str, Any] = {"role": "assistant", "content": content}
+            message: Json = {"role": "assistant", "content": content}
             if choice.calls:
                 message["tool_calls"] = self._written(index)
                 body["finish_reason"] = _reason(end)
@@ -130,7 +130,7 @@ class Reply:
         body["logprobs"] = self._logprobs(choice, choice.token_ids, choice.logprobs)
         return body
 
-    def _opening(self) -> dict[str, Any]:
+    def _opening(self) -> Json:
         """Return the first chunk of a chat, with the role of each choice."""
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": i, "delta": delta} for i in range(len(self._choices))]
@@ -139,7 +139,7 @@ class Reply:
             body["prompt_token_ids"] = list(self._wanted.request.prompts[0].token_ids)
         return body
 
-    def _chunk(self, piece: Piece) -> dict[str, Any] | None:
+    def _chunk(self, piece: Piece) -> Json | None:
         """Return the chunk of new tokens; None if they have nothing to send yet."""
         choice, wanted = self._choices[piece.choice], self._wanted
         reason: str | None = piece.finish_reason
@@ -150,11 +150,11 @@ class Reply:
             text = choice.text.finish(whole)
         if not (text or reason or wanted.logprobs or wanted.token_ids):
             return None
-        body: dict[str, Any] = {"index": piece.choice, "finish_reason": reason}
+        body: Json = {"index": piece.choice, "finish_reason": reason}
         if wanted.api == "completion":
             body |= {"text": text, **self._ids(piece.choice, piece.token_ids)}
         else:
-            delta: dict[str, Any] = {"content": text} if text else {}
+            delta: Json = {"content": text} if text else {}
             if choice.calls:
                 calls = enumerate(self._written(piece.choice))
                 delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
@@ -166,7 +166,7 @@ class Reply:
     def _answer(self, text: str) -> tuple[str, list[ToolCall]]:
         return tool_calls(text) if self._wanted.tools else (text, [])
 
-    def _written(self, index: int) -> list[dict[str, Any]]:
+    def _written(self, index: int) -> list[Json]:
         """Return the tool calls of a choice; their ids come from the answer's."""
         return [
             {
@@ -177,11 +177,11 @@ class Reply:
             for number, call in enumerate(self._choices[index].calls)
         ]
 
-    def _ids(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
+    def _ids(self, index: int, token_ids: Sequence[int]) -> Json:
         """Return the token ids of a choice, if they are wanted."""
         if not self._wanted.token_ids:
             return {}
-        ids: dict[str, Any] = {"token_ids": list(token_ids)}
+        ids: Json = {"token_ids": list(token_ids)}
         is_first = len(token_ids) == len(self._choices[index].token_ids)
         if self._wanted.api == "completion" and is_first:
             request = self._wanted.request
@@ -190,7 +190,7 @@ class Reply:
 
     def _logprobs(
         self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> Mapping[str, Any] | None:
+    ) -> Json | None:
         """Return the log-probs of drawn tokens in the API's shape, if they are wanted."""
         if not self._wanted.logprobs:
             return None
@@ -234,5 +234,5 @@ def _reason(end: Piece) -> str | None:
     return "tool_calls" if end.finish_reason == "stop" else end.finish_reason
 
 
-def _event(body: Mapping[str, Any]) -> str:
+def _event(body: Json) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jetrl.errors import UserError, nearest
 from jetrl.files import shown_value
 from jetrl.serve.source import Request, TokenSource
-from jetrl.types import Prompt, SamplingParams
+from jetrl.types import Json, Prompt, SamplingParams
 
 MOST_PROMPTS, MOST_STOPS = 256, 64
 
@@ -69,10 +69,10 @@ class _Answer(_Sampling):
 
 
 class _Conversation(_Fields):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] = []
+    messages: list[Json] = Field(min_length=1)
+    tools: list[Json] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Json = {}
 
     def prompt(self) -> Prompt:
         return Prompt(
@@ -177,7 +177,7 @@ def fields_of(kind: type[FieldsType], body: object, name: str) -> FieldsType:
 
 def _without_neutral(
     body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), where: str = ""
-) -> dict[str, Any]:
+) -> Json:
     """Return the fields that have to be read; raises UserError for one that is not supported."""
     given = {}
     for key, value in body.items():
@@ -314,7 +314,7 @@ def _params(
         raise UserError(str(error).removeprefix("SamplingParams: ")) from None
 
 
-def _drawn(fields: _Sampling, required: SamplingParams | None) -> dict[str, Any]:
+def _drawn(fields: _Sampling, required: SamplingParams | None) -> Json:
     """Return the fields that change the distribution; raise UserError if another is required."""
     own = {name: getattr(fields, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     own["top_k"] = max(0, own["top_k"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import RewardSettings
 from jetrl.tasks import build_task
 from jetrl.training.checkpoint_files import StoredTensors
-from jetrl.types import Prompt, PromptInputs, Sample, Score
+from jetrl.types import Json, Prompt, PromptInputs, Sample, Score
 
 _SMALL_MODEL = 20_000_000  # parameters
 _WITH_GPU = {each.name: each for each in (HOPPER, TRITON_DEFINED)}  # of run.backend
@@ -52,9 +51,7 @@ def build_policy(
         return Policy(source, plan, device)
 
 
-def policy_of_masters(
-    settings: Settings, plan: PrecisionPlan, saved: Path, state: Mapping[str, Any]
-) -> Policy:
+def policy_of_masters(settings: Settings, plan: PrecisionPlan, saved: Path, state: Json) -> Policy:
     """Return the policy of a run with the master weights of a checkpoint.
 
     `saved` is the checkpoint's file of master weights, `state` its state.json. Without an alphabet

@@ -41,7 +41,7 @@ from jetrl.training.extras import Learner
 from jetrl.training.host_math import mean
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.trainer import Trainer
-from jetrl.types import FinishReason, StepStats
+from jetrl.types import FinishReason, Json, StepStats
 
 RandomKey = Annotated[int, Field(ge=0, lt=2**64)]
 Positive = Annotated[int, Field(ge=1, lt=2**53)]
@@ -126,7 +126,7 @@ NAMES = frozenset(field.alias or name for name, field in States.model_fields.ite
 _EXTRA = TypeAdapter(Extra)
 
 
-def check_extra(extra: Mapping[str, Any], where: str) -> None:
+def check_extra(extra: Json, where: str) -> None:
     """Validate the component states of a checkpoint: `extra` in state.json."""
     checked(_EXTRA, extra, f"{where}: extra")
 
@@ -164,11 +164,11 @@ class Components:
         assert name in NAMES, f"{name}: its schema belongs in session/checkpoints.py"
         self._stateful[name] = component
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> Json:
         """Return the current states to be saved."""
         return {name: component.state() for name, component in self._stateful.items()}
 
-    def load_states(self, saved: Mapping[str, Any]) -> list[str]:
+    def load_states(self, saved: Json) -> list[str]:
         """Restore saved states; return notes for the user."""
         notes = []
         for name, component in self._stateful.items():
@@ -236,7 +236,7 @@ class RunCheckpoints:
         step: int,
         model: Model,
         optimizer: Optimizer,
-        extra: Mapping[str, Any],
+        extra: Json,
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jetrl.distributed.checksum import checksum_lines
 from jetrl.models.model import Model
 from jetrl.runs.digest import START, Digest, Line, fields_of, next_digest
-from jetrl.types import Sample
+from jetrl.types import Metrics, Sample
 
 
 class RunDigest:
@@ -22,11 +22,7 @@ class RunDigest:
         return self.last["run"] if self.last is not None and len(self.last) > 1 else ""
 
     def advance(
-        self,
-        line: Line,
-        models: Sequence[Model],
-        metrics: Mapping[str, float],
-        samples: Sequence[Sample] = (),
+        self, line: Line, models: Sequence[Model], metrics: Metrics, samples: Sequence[Sample] = ()
     ) -> Digest | None:
         """Return the digest after one more step or supervised update, given all trained models.
 

@@ -11,6 +11,7 @@ from jetrl.errors import UserError
 from jetrl.settings.loading import Settings, load_config, named
 from jetrl.tasks import Task
 from jetrl.tasks.user_files import PREFIX, name_of
+from jetrl.types import Json
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,10 @@ def settings_of(
     return named(load_config(settings, overrides, given))
 
 
-def _task_section(
-    task: Any, data: Any, names: list[str], weights: Sequence[float] | None
-) -> dict[str, Any]:
+def _task_section(task: Any, data: Any, names: list[str], weights: Sequence[float] | None) -> Json:
     """Return the [task] section of a task, its rows and its reward functions."""
     # `task` may be a section, a name, or an object, which gets a name.
-    own: dict[str, Any] = {}
+    own: Json = {}
     if isinstance(task, Mapping):
         own = dict(task)
     elif isinstance(task, str):

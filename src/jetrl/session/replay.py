@@ -11,9 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jetrl.errors import NonFiniteError
 from jetrl.precision import PrecisionPlan
@@ -25,6 +23,7 @@ from jetrl.session.session import Session
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.training import checkpoint_files as files
+from jetrl.types import Json
 
 # Settings that a replay disables or needs.
 _OVERRIDES = (
@@ -103,7 +102,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     return settings
 
 
-def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
+def _set_plan(checkpoint: Path, plan: Json) -> None:
     """Replace the precision plan in a copied checkpoint, which loads only under its own plan."""
     if files.problem_of(checkpoint):
         return  # the resume reports the damage

@@ -7,7 +7,7 @@ in the loop knows where completions come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +18,7 @@ from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.step import Step
 from jetrl.tasks import Scorer
-from jetrl.types import Completion, SamplingParams
+from jetrl.types import Completion, Metrics, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Drawn:
     completions: Sequence[Completion]
     scoring: Scoring | EpisodeSamples
     num_tokens: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 class Source(Protocol):

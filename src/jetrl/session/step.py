@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,7 +33,7 @@ from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
 from jetrl.training.host_math import mean, variance
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.types import Completion, Sample, SamplingParams
+from jetrl.types import Completion, Metrics, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Step:
     drawn_samples: Sequence[Sample] = ()
     trained_samples: Sequence[Sample] = ()
     rollout_tokens: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingParams:
@@ -138,7 +138,7 @@ TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
 """Phases for which every step has a metric timing/NAME_s."""
 
 
-def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
+def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> Metrics:
     """Return reward and length metrics of a step's samples.
 
     With `compares_group`, also counts zero-advantage groups.
@@ -148,7 +148,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     lengths = np.array([len(completion.token_ids) for completion in completions])
     judged = [sample for sample in episodes if sample.score.reward is not None]
     rewards = np.array([sample.score.reward for sample in judged], dtype=np.float64)
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     if judged:
         metrics = {"reward/mean": mean(rewards), "reward/std": math.sqrt(variance(rewards))}
     if compares_group:
@@ -179,9 +179,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     return metrics | {"response_length/clip_ratio": mean(is_cut)}
 
 
-def throughput_metrics(
-    timings: Mapping[str, float], samples: Sequence[Sample], rollout_tokens: int
-) -> dict[str, float]:
+def throughput_metrics(timings: Metrics, samples: Sequence[Sample], rollout_tokens: int) -> Metrics:
     """Return times and throughput of a step after rollout, reward and update."""
     # Include prompt tokens, which the trainer processes too.
     num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
@@ -192,7 +190,7 @@ def throughput_metrics(
     }
 
 
-def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
+def _speculation_metrics(speculated: SpeculationStats | None) -> Metrics:
     """Return speculative-decoding metrics over all ranks; {} without drafts."""
     counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
     if not counts:
@@ -209,7 +207,7 @@ def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float
     return metrics
 
 
-def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
+def distributed_metrics(metrics: Metrics, waited_s: float) -> Metrics:
     """Return throughput per rank and the fraction of time waiting; {} for one process."""
     size = world().size
     if size == 1:
@@ -223,14 +221,12 @@ def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[s
     }
 
 
-def largest_of_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+def largest_of_ranks(metrics: Metrics) -> Metrics:
     values = world().gather("measurements", dict(metrics))
     return {name: max(one[name] for one in values if name in one) for name in metrics}
 
 
-def eval_metrics(
-    task: str, evaluation: Evaluation, partial_credit: bool = False
-) -> dict[str, float]:
+def eval_metrics(task: str, evaluation: Evaluation, partial_credit: bool = False) -> Metrics:
     values = {
         "mean": evaluation.mean,
         "pass_at_k": evaluation.pass_at_k[max(evaluation.pass_at_k)],
@@ -257,7 +253,7 @@ class StepNotes:
         self._anomalies = Anomalies([line for line in lines if line["step"] > 0])
         self._learning = Learning(lines)
 
-    def on_update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def on_update(self, step: int, metrics: Metrics) -> Metrics:
         """Note anything unusual about a step's samples and updates; return counts as metrics."""
         # Rules use only metrics, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
@@ -285,7 +281,7 @@ class StepNotes:
             **_speculation_metrics(self._engine.take_speculation()),
         }
 
-    def on_record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_record(self, step: int, metrics: Metrics) -> None:
         """Warn if the steps so far show that the run does not learn."""
         for warning in self._learning.see(metrics):
             logger.warning("step %d: %s", step, warning)

@@ -43,7 +43,7 @@ from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
 from jetrl.training.trainer import Trainer
-from jetrl.types import Sample, StepStats
+from jetrl.types import Metrics, Sample, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class TrainingRun:
     def write_line(
         self,
         step: int,
-        metrics: Mapping[str, float],
+        metrics: Metrics,
         samples: Sequence[Sample] = (),
         phase: Phase = "rl",
         digest: Digest | None = None,
@@ -212,13 +212,13 @@ class TrainingRun:
         self.phases.beat()
         self.display.progress(progress)
 
-    def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int, trainer: Trainer, metrics: Metrics) -> None:
         """Begin to write the checkpoint of a step, as the phase of that name."""
         with self.phases.phase("checkpoint"):
             self.checkpoints.save(step, trainer, metrics)
 
     def save_stopped(
-        self, step: int, trainer: Trainer, metrics: Mapping[str, float], samples: Sequence[Sample]
+        self, step: int, trainer: Trainer, metrics: Metrics, samples: Sequence[Sample]
     ) -> None:
         """Write the rollouts of the last complete step, and its checkpoint if missing."""
         if samples:  # rollout.keep_every may have skipped them

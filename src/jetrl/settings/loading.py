@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from jetrl.errors import UserError, nearest
 from jetrl.settings.messages import Origins, explain, origin, toml_key, toml_value
 from jetrl.settings.sections import Settings
+from jetrl.types import Json
 
 __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recipes", "to_toml"]
 
@@ -58,7 +59,7 @@ def load_config(
         UserError: The recipe is unknown or not valid TOML, a key is unknown, or a value has the
             wrong type, is out of range or conflicts with another setting.
     """
-    tree: dict[str, Any] = {}
+    tree: Json = {}
     origins: Origins = {}
     names = ["the overrides"] if overrides else []
     if isinstance(recipe, Settings):
@@ -103,9 +104,9 @@ def named(settings: Settings) -> Settings:
     return settings.model_copy(update={"run": run})
 
 
-def _nested(sections: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(sections: Mapping[str, Any]) -> Json:
     """Return sections with dotted keys such as `{"train.lr": 2e-6}` expanded."""
-    tree: dict[str, Any] = {}
+    tree: Json = {}
     for key, value in sections.items():
         *outer, last = str(key).split(".")
         for name in (last, *reversed(outer)):
@@ -146,7 +147,7 @@ def find_recipe(recipe: str | Path) -> Path:
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
 
-def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
+def _read_toml(path: Path, origins: Origins) -> Json:
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -166,7 +167,7 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
     return tree
 
 
-def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+def _set_aside(tree: Json, overrides: Sequence[str]) -> None:
     """Drop the recipe's task, model or length settings that an override replaces."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
     given = {f"{key}.{SHORT[key]}" if key in SHORT else key: text for key, text in words}
@@ -189,7 +190,7 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     _warn_once(f"model.path={given['model.path']} replaces the recipe's {names}")
 
 
-def _of_task(section: dict[str, Any], name: Any) -> dict[str, Any]:
+def _of_task(section: Json, name: Any) -> Json:
     """Return the recipe's [task] section, or an empty one if the task changes."""
     if name == section.get("name"):
         return section
@@ -204,7 +205,7 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:
+def _apply_override(tree: Json, override: str, origins: Origins) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -227,7 +228,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
     tree[last] = value
 
 
-def _move_old_names(tree: dict[str, Any], origins: Origins) -> None:
+def _move_old_names(tree: Json, origins: Origins) -> None:
     """Move `sampler_deviation.weights_through_bf16`, the name of before, into [precision]."""
     section, key = "sampler_deviation", "weights_through_bf16"
     if not isinstance(tree.get(section), dict):

@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.tasks.splits import content_key
-from jetrl.types import Message, Prompt, Reply, Score, Turn
+from jetrl.types import Json, Message, Prompt, Reply, Score, Turn
 from jetrl.untrusted import USERS_ERRORS
 
 Format = Literal["chat", "text"]
@@ -310,7 +310,7 @@ def option_key(option: str) -> str:
     return "task.path" if option == "path" else f"task.options.{option}"
 
 
-def check_options(known: list[str], options: Mapping[str, Any], task: str) -> None:
+def check_options(known: list[str], options: Json, task: str) -> None:
     """Raise UserError for an unknown option, with the closest known one."""
     for option in options:
         if option not in known:
@@ -318,7 +318,7 @@ def check_options(known: list[str], options: Mapping[str, Any], task: str) -> No
             raise UserError(f"{option_key(option)}: task {task} has no such option{near}")
 
 
-def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
+def check_values(task_class: type[Task], options: Json) -> None:
     """Raise UserError for an option of the wrong type or range."""
     hints = typing.get_type_hints(task_class.__init__, include_extras=True)
     for option, value in options.items():
@@ -328,7 +328,7 @@ def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
             raise UserError(problem_of(error, option_key(option))) from None
 
 
-def question_content(format: Format, text: str) -> dict[str, Any]:
+def question_content(format: Format, text: str) -> Json:
     """Return the `Prompt` fields for a question: plain text, or a user chat message."""
     message = {"role": "user", "content": text}
     return {"text": text} if format == "text" else {"messages": (message,)}

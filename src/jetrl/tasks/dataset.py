@@ -43,7 +43,7 @@ from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, v
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.tasks.user_files import PREFIX
-from jetrl.types import Message, Prompt, Score, Turn
+from jetrl.types import Json, Message, Prompt, Score, Turn
 from jetrl.types.conversation import (
     are_messages,
     as_message,
@@ -162,7 +162,7 @@ class _RowFields:
         needs = "one message of the assistant, after those of the prompt or alone, with a text"
         raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
 
-    def template_fields(self, row: Row, where: str, is_chat: bool) -> dict[str, Any]:
+    def template_fields(self, row: Row, where: str, is_chat: bool) -> Json:
         """Return a row's tools and chat-template arguments, which plain text does not support."""
         tools, args = self.name(row, "tools"), self.name(row, "template_args")
         found = {
@@ -373,7 +373,7 @@ class Dataset(Task):
         prompt_id = fields.text(row, "id", where) or number
         field = f"{where}: field {fields.name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:
-            content: dict[str, Any] = {"messages": tuple(as_message(m, field) for m in question)}
+            content: Json = {"messages": tuple(as_message(m, field) for m in question)}
             if self.format == "text":
                 raise UserError(f"{field} is a list of messages, and task.options.format is 'text'")
         elif isinstance(question, str) and question:

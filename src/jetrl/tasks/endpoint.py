@@ -23,7 +23,7 @@ from jetrl.tasks.base import HeldOutShare, ScoreError, Task, to_score
 from jetrl.tasks.harness.process import HarnessProcess, HarnessSpec
 from jetrl.tasks.rows import Row, check_path, read_rows, splits_of
 from jetrl.tasks.splits import content_key, held_out_keys
-from jetrl.types import Prompt, Score
+from jetrl.types import Json, Prompt, Score
 
 BUILT_IN = ("reasoning_gym", "verifiers")
 """Harnesses that come with jetrl, as NAME:ARGUMENT; each is a file in tasks/harness."""
@@ -54,7 +54,7 @@ class Endpoint(Task):
     def __init__(
         self,
         harness: str = "",
-        arguments: dict[str, Any] | None = None,
+        arguments: Json | None = None,
         command: list[str] | None = None,
         path: str | None = None,
         python: str | None = None,
@@ -152,7 +152,7 @@ class Endpoint(Task):
         return ()  # rewards come from episodes
 
 
-def _target(harness: str) -> tuple[str, dict[str, Any]]:
+def _target(harness: str) -> tuple[str, Json]:
     """Return the target of a harness, and the arguments of one that comes with jetrl."""
     name, colon, argument = harness.partition(":")
     if name in BUILT_IN:

@@ -15,7 +15,7 @@ from jetrl.tasks.base import Format, Task, question_content
 from jetrl.tasks.letters import LETTERS, chosen_letter
 from jetrl.tasks.rows import Row, check_path, read_rows, split_files
 from jetrl.tasks.thoughts import whole_turn
-from jetrl.types import Prompt, Score
+from jetrl.types import Json, Prompt, Score
 
 INSTRUCTION = (
     "Think step by step. End with the answer on a line of its own, written as #### NUMBER."
@@ -220,7 +220,7 @@ class Benchmark(Task):
         question = str(_column(row, self.source.question, where)).strip()
         right = _column(row, self.source.answer, where)
         answer = gold_answer(str(right))
-        metadata: dict[str, Any] = {}
+        metadata: Json = {}
         if self.source.choices:
             choices, answer = self._choices(number, row, str(right), where)
             metadata["choices"] = choices

@@ -21,7 +21,7 @@ from jetrl.tasks.base import Format, Task, check_options, describe_error, questi
 from jetrl.tasks.rows import import_package
 from jetrl.tasks.splits import num_held_out
 from jetrl.tasks.thoughts import answer_part, whole_turn
-from jetrl.types import Prompt, Score
+from jetrl.types import Json, Prompt, Score
 
 TEST_OFFSET = 1 << 30
 INSTRUCTION = (
@@ -64,7 +64,7 @@ class ReasoningGym(Task):
         self.name = dataset
         self.format = format
         self.instruction = instruction if format == "chat" else ""
-        self._data: dict[str, Any] = {}
+        self._data: Json = {}
         try:
             for split, number, start in (("train", size, 0), ("test", test_size, TEST_OFFSET)):
                 self._data[split] = gym.create_dataset(
@@ -121,7 +121,7 @@ class ReasoningGym(Task):
         kept = [key for key in dict.fromkeys(keys) if key not in given_back]
         return [once[key] for key in kept]
 
-    def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
+    def _prompt(self, prompt_id: str, entry: Json) -> Prompt:
         text, gold = str(entry["question"]), entry["answer"]
         if self.format == "chat":
             text = f"{text}\n\n{self.instruction}".strip()
@@ -140,7 +140,7 @@ class ReasoningGym(Task):
             score_parts["answered"] = float(bool(answers))
         return Score(self._reward(answer, prompt.metadata["entry"]), score_parts)
 
-    def _reward(self, answer: str | None, entry: dict[str, Any]) -> float:
+    def _reward(self, answer: str | None, entry: Json) -> float:
         """Return the data set's own score, or 0 for a wrong answer that crashes its scorer."""
         score_answer = self._data["train"].score_answer
         try:

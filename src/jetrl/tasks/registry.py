@@ -40,13 +40,13 @@ from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
 from jetrl.tasks.toys import Arithmetic
 from jetrl.tasks.user_files import PREFIX, live, load_task_class
-from jetrl.types import Prompt, Reply, Turn
+from jetrl.types import Json, Prompt, Reply, Turn
 
 _TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Endpoint, Gsm8k)
 OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 
-def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
+def build(task_class: type[Task], name: str, options: Json) -> Task:
     """Build a task from its class; raise UserError for an unknown, missing or wrong option."""
     parameters = inspect.signature(task_class).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -105,7 +105,7 @@ class _MixedTask(Section):
     weight: NonNegativeFloat = 1.0
     label: str | None = None
     system_prompt: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
 
 
 def _asking_own(method: Callable[..., Any]) -> Any:
@@ -136,7 +136,7 @@ class Mix(Task):
 
     name = "mix"
 
-    def __init__(self, tasks: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tasks: Sequence[Json]) -> None:
         if not isinstance(tasks, list | tuple) or not all(
             isinstance(t, Mapping) for t in tasks or [0]
         ):
@@ -161,7 +161,7 @@ class Mix(Task):
         if len(alphabets) == len(mixed):
             self.alphabet = "".join(dict.fromkeys("".join(alphabets)))
 
-    def _add(self, number: int, entry: Mapping[str, Any]) -> None:
+    def _add(self, number: int, entry: Json) -> None:
         where = f"task.options.tasks[{number}]"
         for key in entry:
             if key not in _MixedTask.model_fields:
@@ -274,7 +274,7 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
     return build(Benchmark, name, {**options, "set": benchmark})
 
 
-def with_path(options: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
+def with_path(options: Mapping[str, Any], path: str | Path | None) -> Json:
     """Return a task's options including its path, if any."""
     return {**options} if path is None else {**options, "path": str(path)}
 

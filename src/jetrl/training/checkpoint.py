@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,6 +45,7 @@ from jetrl.training import checkpoint_files as files
 from jetrl.training.extras import Learner
 from jetrl.training.guard import nonfinite
 from jetrl.training.optimizer import Optimizer
+from jetrl.types import Json
 
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
@@ -87,7 +88,7 @@ class Loaded(NamedTuple):
     """Contents of a checkpoint except weights and optimizer state, which are loaded in place."""
 
     step: int
-    extra: dict[str, Any]
+    extra: Json
     tensors: dict[str, files.StoredTensors]
     ranks: int
 
@@ -236,7 +237,7 @@ class Checkpoints(CheckpointFolder):
         step: int,
         policy: Model,
         optimizer: Optimizer,
-        extra: Mapping[str, Any],
+        extra: Json,
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> Path:
@@ -250,7 +251,7 @@ class Checkpoints(CheckpointFolder):
         step: int,
         policy: Model,
         optimizer: Optimizer,
-        extra: Mapping[str, Any],
+        extra: Json,
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> Snapshot:
@@ -398,7 +399,7 @@ class Checkpoints(CheckpointFolder):
         self._ranks.from_first("the checkpoints to keep", remove)
 
 
-def model_dict(policy: Model) -> dict[str, Any]:
+def model_dict(policy: Model) -> Json:
     """Return a model configuration in the form stored in checkpoints."""
     config = policy.config.flat()
     config.pop("raw", None)  # the source's config.json; the other fields contain everything needed

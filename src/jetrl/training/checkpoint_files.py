@@ -30,6 +30,7 @@ from jetrl.errors import UserError
 from jetrl.files import Count, Step, Stored, checked, read_json
 from jetrl.models.hf_files import open_tensors, sync
 from jetrl.models.model import Model
+from jetrl.types import Json
 
 MOST_STATE_BYTES = 2**30  # state.json: partial rollouts need about 40 bytes per token
 
@@ -59,10 +60,10 @@ class State(Stored):
     format: Count
     step: Step
     num_updates: Count
-    plan: dict[str, Any]
-    model: dict[str, Any]
+    plan: Json
+    model: Json
     score: float | None
-    extra: dict[str, Any]
+    extra: Json
     alphabet: str | None = None
     key_exponents: str | None = None
     ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
@@ -131,7 +132,7 @@ def check_intact(path: Path) -> None:
     state_of(path)
 
 
-def _unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+def _unlisted(path: Path, manifest: Json) -> list[str]:
     """Return files in component folders that the manifest does not list."""
     folders = {name.parent for name in map(PurePosixPath, manifest) if len(name.parts) > 1}
     files = [file for folder in sorted(folders) for file in (path / folder).glob(f"*{_SUFFIX}")]
@@ -139,10 +140,10 @@ def _unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name not in manifest]
 
 
-def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
+def manifest_of(path: Path) -> dict[str, Json]:
     """Return the fingerprints of a checkpoint's files, by file name."""
     try:
-        manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
+        manifest: dict[str, Json] = read_json(path / MANIFEST_FILE)
         checked(MANIFEST, manifest, str(path / MANIFEST_FILE))
     except UserError as error:
         raise UserError(f"{MANIFEST_FILE} is not a checkpoint's manifest ({error})") from None
@@ -155,7 +156,7 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
     return manifest
 
 
-def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
+def state_of(path: Path, any_format: bool = False) -> Json:
     """Return the contents of state.json; `any_format` also returns other versions, unvalidated."""
     # Other versions may have other fields, so check the format first.
     state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
@@ -222,7 +223,7 @@ def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) 
     sync(folder)
 
 
-Fingerprint = dict[str, Any]
+Fingerprint = Json
 
 # Checkpoint dtypes by safetensors name (huggingface.co/docs/safetensors).
 _DTYPES = {
@@ -256,7 +257,7 @@ def write_tensors(
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
     """Return a safetensors header: length, then JSON with dtype, shape and offsets per tensor."""
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    entries: Json = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -308,7 +309,7 @@ def fingerprint(path: Path) -> Fingerprint:
     return {"bytes": size, _PIECES: _digest_of_pieces(path, size)}
 
 
-def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
+def is_known_by(path: Path, expected: Json) -> bool:
     """Return True if a file matches a fingerprint, also in an older format."""
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
@@ -427,7 +428,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def differences(what: str, saved: Json, current: Json) -> list[str]:
     """Return a message for each key on which two records differ."""
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"

@@ -28,6 +28,7 @@ from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import NonFiniteError
 from jetrl.models.model import Model
+from jetrl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class NonFiniteUpdate:
 
     index: int
     model: Model
-    values: dict[str, float]
+    values: Metrics
     parameters: list[str]
     repeat: Callable[[], None]
 
@@ -60,7 +61,7 @@ class Guard:
         self._in_a_row = 0
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
-    def passes(self, values: Mapping[str, float]) -> bool:
+    def passes(self, values: Metrics) -> bool:
         # If one rank skips, all ranks skip, so that they do not diverge.
         if not agree(UPDATE_IS_FINITE, all(map(math.isfinite, values.values()))):
             return False

@@ -24,7 +24,7 @@ from jetrl.models.packed import ForwardInputs, Stems, upload
 from jetrl.models.policy import Policy
 from jetrl.settings.sections import RolloutSettings, TrainSettings
 from jetrl.training.packing import targets, trained_lengths
-from jetrl.types import Batch, TokenFilter
+from jetrl.types import Batch, Metrics, TokenFilter
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class MicroBatchSize:
             *(problem, self.tokens, self._setting),
         )
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> Metrics:
         """Return how often the limit was halved since the last call; {} if never."""
         retries, self._retries = self._retries, 0
         return {"memory/train_retries": float(retries)} if retries else {}

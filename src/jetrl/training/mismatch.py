@@ -7,7 +7,7 @@ prove that the tokens were sampled from that distribution; `surprise_z` tests th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from jetrl.errors import MismatchError
 from jetrl.training.host_math import exact_sum, exp, expm1, log, mean
 from jetrl.training.loss_math import total
 from jetrl.training.packing import targets, trained_lengths
-from jetrl.types import Batch, Sample
+from jetrl.types import Batch, Metrics, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,7 @@ class StepMismatchError(MismatchError):
     """Sampler and trainer differ under an exact plan; no weights were changed."""
 
     def __init__(
-        self,
-        plan_name: str,
-        samples: Sequence[Sample],
-        found: list[Difference],
-        metrics: dict[str, float],
+        self, plan_name: str, samples: Sequence[Sample], found: list[Difference], metrics: Metrics
     ) -> None:
         self.samples = tuple(samples)
         self.sample_ids = tuple(sorted({difference.sample for difference in found}))
@@ -72,7 +68,7 @@ class StepMismatchError(MismatchError):
         )
 
 
-def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
+def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> Metrics:
     """Return mismatch metrics of N >= 1 tokens, with d = trainer - rollout log-prob in float64.
 
     mismatch/num_different: tokens with different float32 bits, or with a NaN.
@@ -102,7 +98,7 @@ def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
     return {EXCESS: -total(logprobs.detach() + entropy), VARIANCE: total(variance)}
 
 
-def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
+def surprise_z(sums: Metrics, vocab_size: int) -> Metrics:
     """Return sampling/surprise_z, a test that tokens were sampled from the trainer's distribution.
 
         d_t = -log p_t(x_t) - H_t,   S = sum_t d_t,   V = sum_t Var_t,   z = S / sqrt(V + b |S| / 3)
@@ -136,7 +132,7 @@ def compare_step(
     version: int,
     batches: Sequence[Batch],
     trainer_logprobs: Sequence[np.ndarray],
-) -> dict[str, float]:
+) -> Metrics:
     """Return mismatch metrics of all trained tokens sampled by the current policy.
 
     Tokens from earlier versions are excluded; partial_rollout/earlier_tokens is their fraction, and
@@ -189,9 +185,7 @@ def _present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np
     return np.concatenate(masks)
 
 
-def effective_sizes(
-    trainer: np.ndarray, rollout: np.ndarray, lengths: np.ndarray
-) -> dict[str, float]:
+def effective_sizes(trainer: np.ndarray, rollout: np.ndarray, lengths: np.ndarray) -> Metrics:
     """Return replay/effective_{tokens, sequences}: (sum w)^2 / sum w^2, as a share of the count.
 
     w is the ratio of the trainer's probability to the recorded one, per token (log-probs float32

@@ -56,6 +56,7 @@ from jetrl.settings import algorithms
 from jetrl.training import loss_math
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.micro_batches import MicroBatchLoss
+from jetrl.types import Json
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 MAX_LOG_RATIO = 88.72283172607422
@@ -362,7 +363,7 @@ class Objective:
         return MicroBatchLoss(loss_math.loss_sum(loss * weights), metrics, peaks)
 
 
-def _check_own_options(name: str, own: Mapping[str, Any], algorithm: algorithms.Algorithm) -> None:
+def _check_own_options(name: str, own: Json, algorithm: algorithms.Algorithm) -> None:
     """Check that the loss or estimator of a user has an argument for each algorithm option."""
     loss, estimator = algorithm.loss, algorithm.advantages
     known = _arguments(LOSSES[loss] if isinstance(loss, str) else loss)
@@ -382,9 +383,7 @@ def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 _Pieces = tuple[Mapping[str, Callable[..., Any]], Callable[..., Any]]
 
 
-def _piece(
-    name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: Mapping[str, Any]
-) -> Any:
+def _piece(name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: Json) -> Any:
     """Return a built-in or user-defined loss or estimator with its options bound."""
     built_in, users = kinds
     function = built_in[piece] if isinstance(piece, str) else piece
@@ -443,7 +442,7 @@ class UsersFunction:
 
     name: str
     function: Callable[..., Any]
-    options: Mapping[str, Any]
+    options: Json
 
     def _call(self, argument: object, subject: str) -> Any:
         """Call the function; errors in it become `UserError`."""

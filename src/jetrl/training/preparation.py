@@ -38,9 +38,9 @@ from jetrl.training.micro_batches import (
     sizes_of,
 )
 from jetrl.training.objectives import Objective
-from jetrl.types import Batch, Sample, TokenFilter
+from jetrl.types import Batch, Metrics, Sample, TokenFilter
 
-Prepared = tuple[list[Minibatch], dict[str, float]]
+Prepared = tuple[list[Minibatch], Metrics]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Preparation:
 
     def _rewards(
         self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[StepRewards, dict[str, float]]:
+    ) -> tuple[StepRewards, Metrics]:
         """Return the input of the advantage estimator, and the means of the penalties."""
         objective, metrics = self.objective, {}
         # A non-finite reward would corrupt its whole group.
@@ -180,7 +180,7 @@ def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
     return replace(micro, batch=batch, returns=returns)
 
 
-def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
+def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> Metrics:
     """Return critic/{value_mean, return_mean, explained_variance} of float32 [n] per sample.
 
     The last is 1 - var(returns - values) / var(returns), or 0 if all returns are equal.

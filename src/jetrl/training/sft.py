@@ -34,7 +34,7 @@ from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import pack_examples, trained_lengths
 from jetrl.training.routes import check_balance, with_routes
 from jetrl.training.update import Update, UpdateStats
-from jetrl.types import Example
+from jetrl.types import Example, Metrics
 
 
 class _Supervised:
@@ -50,7 +50,7 @@ class _Supervised:
         train = settings.train.model_copy(update=own)
         self.optimizer = Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)
 
-    def _common(self, stats: UpdateStats) -> dict[str, float]:
+    def _common(self, stats: UpdateStats) -> Metrics:
         """Return the metrics that skipped updates report too."""
         common = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
         return common | self.micro_batch_size.take_metrics()
@@ -76,7 +76,7 @@ class SftTrainer(_Supervised):
             policy, self.optimizer, self.guard, loss=loss, prefix="sft", graphs=graphs
         )
 
-    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+    def step(self, examples: Sequence[Example]) -> Metrics:
         """Run one optimizer update on demonstrations; empty prompts or completions are rejected.
 
         Returns sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr and
@@ -146,7 +146,7 @@ class _PairTrainer(_Supervised):
 
     def _update_on(
         self, pairs: Sequence[Pair | ExamplePair], *, margins: str, skipped: str
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Run one update; return its metrics, those of margins and skips under these names."""
         # Accuracy and margin over all pairs, from before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
@@ -171,7 +171,7 @@ class RewardTrainer(_PairTrainer):
         super().__init__(model, settings, size, None)
         self._update = Update(model, self.optimizer, self.guard, loss=self._loss, prefix="sft")
 
-    def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def step(self, pairs: Sequence[Pair]) -> Metrics:
         """Run one optimizer update on pairs of sequences.
 
         Returns sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr, sft/tokens, and from
@@ -213,7 +213,7 @@ class DpoTrainer(_PairTrainer):
         super().__init__(policy, settings, size, None)
         self._update = Update(policy, self.optimizer, self.guard, loss=self._loss, prefix="sft")
 
-    def step(self, pairs: Sequence[ExamplePair]) -> dict[str, float]:
+    def step(self, pairs: Sequence[ExamplePair]) -> Metrics:
         """Run one optimizer update on pairs of completions.
 
         Returns sft/loss (nats per pair), sft/grad_norm, sft/lr, sft/tokens (of sequences, with

@@ -51,14 +51,14 @@ from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
 from jetrl.training.routes import check_balance, with_routes
 from jetrl.training.update import Update, UpdateStats, mean_of_each
-from jetrl.types import Sample
+from jetrl.types import Metrics, Sample
 
 
 class TrainedStep(NamedTuple):
     """Metrics of `Trainer.step`, and seconds: `update` (includes `optimizer`), `requantize`."""
 
-    metrics: dict[str, float]
-    timings: dict[str, float]
+    metrics: Metrics
+    timings: Metrics
 
 
 class Trainer:
@@ -268,7 +268,7 @@ class Trainer:
 
     def _compare(
         self, samples: Sequence[Sample], version: int, data: list[Minibatch], first: list[Tensor]
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Compare sampler and trainer on all trained tokens of the step (see `compare_step`)."""
         # Covers all tokens: the first minibatch's training forward and the earlier forward of the
         # others.
@@ -295,7 +295,7 @@ def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
     return whole and not chosen
 
 
-def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def _update_metrics(updates: Sequence[UpdateStats]) -> Metrics:
     """Return means over all tokens of applied updates, maximum peaks, and the mean norm."""
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.host_math import mean
 from jetrl.training.micro_batches import MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import ADVICE, Optimizer
+from jetrl.types import Metrics
 
 
 @dataclass
@@ -70,8 +71,8 @@ class UpdateStats:
     """Values of one update on the host; `applied` is False if it was skipped."""
 
     num_tokens: int
-    metrics: dict[str, float]
-    peaks: dict[str, float]
+    metrics: Metrics
+    peaks: Metrics
     grad_norm: float
     weight_scales_norm: float
     lr: float
@@ -229,12 +230,10 @@ class Update:
         return time.perf_counter() - start
 
 
-def _added(
-    of_micro_batches: Sequence[tuple[dict[str, float], dict[str, float]]],
-) -> tuple[dict[str, float], dict[str, float]]:
+def _added(of_micro_batches: Sequence[tuple[Metrics, Metrics]]) -> tuple[Metrics, Metrics]:
     """Return the sums of shares, in micro-batch order, and the maxima of peaks."""
-    metrics: dict[str, float] = {}
-    peaks: dict[str, float] = {}
+    metrics: Metrics = {}
+    peaks: Metrics = {}
     for shares, highest in of_micro_batches:
         for name, share in shares.items():
             metrics[name] = metrics[name] + share if name in metrics else share
@@ -243,7 +242,7 @@ def _added(
     return metrics, peaks
 
 
-def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_of_each(records: Sequence[Metrics]) -> Metrics:
     """Return the mean of each value over the records, which share their keys; {} if empty."""
     names = records[0] if records else {}
     return {name: mean(record[name] for record in records) for name in names}

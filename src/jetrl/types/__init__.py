@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 PlainText = Literal["replies", "all", "none"]
 """Texts in which special tokens are plain text: replies, all texts of a task, or none."""
 FinishReason = Literal["stop", "length", "cancelled"]
+Json = dict[str, Any]
+"""A JSON object."""
+Metrics = dict[str, float]
+"""Values by the name of their metric."""
 Message = Mapping[str, Any]
 """A chat message: role and content, and what else the chat template reads (`conversation`)."""
 Reply = str | Mapping[str, str]
@@ -402,5 +406,5 @@ class StepStats:
     """The report of a training step (0: before the first), by the names of docs/metrics.md."""
 
     step: int
-    metrics: Mapping[str, float]
+    metrics: Metrics
     samples: Sequence[Sample] = ()

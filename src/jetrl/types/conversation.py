@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.types import Message, Turn
+from jetrl.types import Json, Message, Turn
 
 LABELS = ("id", "name", "tool_call_id")
 """Keys that only label a message: a template may ignore them."""
@@ -57,7 +57,7 @@ def as_turns(messages: Sequence[Message]) -> list[Turn] | None:
     ]
 
 
-def as_message(item: object, where: str) -> dict[str, Any]:
+def as_message(item: object, where: str) -> Json:
     """Return a message without keys that have no value, tool calls with arguments as objects.
 
     OpenAI's arguments are JSON text, which a template would escape once more. An error begins with
@@ -92,7 +92,7 @@ def _text_of(content: object, where: str) -> str | None:
     raise UserError(f"{where}: a message's content is {content!r:.60}; write it as one text")
 
 
-def _tool_call(call: object, where: str) -> dict[str, Any]:
+def _tool_call(call: object, where: str) -> Json:
     """Return a tool call with its arguments as an object."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -108,7 +108,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def as_tools(value: object, where: str) -> tuple[Mapping[str, Any], ...]:
+def as_tools(value: object, where: str) -> tuple[Json, ...]:
     """Return the tools of a prompt, given as a list of JSON schemas or as its JSON."""
     tools = _parsed(value or ())
     if isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools):
@@ -117,7 +117,7 @@ def as_tools(value: object, where: str) -> tuple[Mapping[str, Any], ...]:
     raise UserError(f"{where}: {value!r:.60} is not {schemas}")
 
 
-def as_template_args(value: object, where: str) -> Mapping[str, Any]:
+def as_template_args(value: object, where: str) -> Json:
     """Return a prompt's own arguments of the chat template, given as an object or as its JSON."""
     arguments = _parsed(value or {})
     if isinstance(arguments, Mapping):
@@ -133,7 +133,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def refuse_media(row: Mapping[str, Any], where: str) -> None:
+def refuse_media(row: Message, where: str) -> None:
     """Raise if a row has a column of pictures, sounds or videos that is not empty."""
     for column, value in row.items():
         if value is None or (isinstance(value, str | list | tuple | Mapping) and not value):
@@ -146,7 +146,7 @@ def refuse_media(row: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{what}, and {_TEXT_ONLY}: drop the column, or such rows")
 
 
-def shown_message(message: Mapping[str, Any]) -> str:
+def shown_message(message: Message) -> str:
     """Return a message as one text for people: its role, its content and its tool calls."""
     calls = message.get("tool_calls")
     called = f" {json.dumps(calls, ensure_ascii=False, default=str)}" if calls else ""

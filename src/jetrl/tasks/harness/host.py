@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl.types import Json
+
 _MOST_FAILURE = 1000  # characters
 _MOST_OUTPUT = 2**20  # bytes of a command
 
@@ -48,7 +50,7 @@ class Episode:
         sample: Number of the episode among those of its row, from 0.
     """
 
-    row: Mapping[str, Any]
+    row: Json
     base_url: str
     api_key: str
     model: str
@@ -93,7 +95,7 @@ async def _serve(harness: _Harness, answer: Callable[..., None]) -> None:
             loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, "")
 
-    async def play(line: Mapping[str, Any]) -> None:
+    async def play(line: Json) -> None:
         limit = asyncio.timeout(line["timeout_s"])
         try:
             async with limit:
@@ -122,9 +124,7 @@ async def _serve(harness: _Harness, answer: Callable[..., None]) -> None:
 class _Harness:
     """A function, a class with `play` and perhaps `rows`, or a command."""
 
-    def __init__(
-        self, target: str, arguments: Mapping[str, Any], command: list[str], slots: int
-    ) -> None:
+    def __init__(self, target: str, arguments: Json, command: list[str], slots: int) -> None:
         self._command = command
         self._processes: set[int] = set()
         self._pool = ThreadPoolExecutor(slots)

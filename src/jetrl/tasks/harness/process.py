@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from jetrl.errors import UserError
+from jetrl.types import Json
 from jetrl.untrusted import check_trusted
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class HarnessSpec:
     """
 
     target: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)
     command: Sequence[str] = ()
     python: str = sys.executable
     slots: int = 64
@@ -70,7 +71,7 @@ class HarnessProcess:
 
     def __init__(self, spec: HarnessSpec, wake: Callable[[], None] = lambda: None) -> None:
         self._spec, self._wake = spec, wake
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
         self._said: deque[str] = deque(maxlen=20)
         try:
             self._process = subprocess.Popen(
@@ -102,12 +103,12 @@ class HarnessProcess:
             raise UserError(f"harness {self._spec.label}: its rows are no list")
         return rows
 
-    def play(self, number: int, episode: Mapping[str, Any], timeout_s: float) -> None:
+    def play(self, number: int, episode: Json, timeout_s: float) -> None:
         """Begin an episode, whose answer has this number."""
         with contextlib.suppress(OSError):  # `answer` says how it ended
             self._send({"id": number, "timeout_s": timeout_s, "episode": episode})
 
-    def answer(self) -> dict[str, Any] | None:
+    def answer(self) -> Json | None:
         """Return the next answer, None if there is none yet; raise HarnessDied at the end."""
         try:
             line = self._answers.get_nowait()
@@ -130,7 +131,7 @@ class HarnessProcess:
         for reader in self._readers:
             reader.join(2.0)  # a command's children may hold the pipes
 
-    def _ask(self, line: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, line: Json) -> Json:
         """Send a line and return its answer, before any episode runs."""
         where = f"harness {self._spec.label}"
         with contextlib.suppress(OSError):
@@ -145,7 +146,7 @@ class HarnessProcess:
             raise UserError(f"{where}: {answer['error']}")
         return answer
 
-    def _send(self, line: Mapping[str, Any]) -> None:
+    def _send(self, line: Json) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
         self._process.stdin.flush()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.training.optimizer import Optimizer
+from jetrl.types import Metrics
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model
@@ -46,18 +47,18 @@ class Extra:
         """Return the objective of the next micro-batch, given the run's objective."""
         return objective
 
-    def after_forward(self) -> Mapping[str, float]:
+    def after_forward(self) -> Metrics:
         """Run after the first minibatch's forward and backward, before any weight changes."""
         return {}
 
-    def before_last(self, accumulated: Accumulated) -> Mapping[str, float]:
+    def before_last(self, accumulated: Accumulated) -> Metrics:
         """Run before the step's last update is applied, after its forward and backward passes."""
         return {}
 
     def after_update(self, index: int, minibatch: Minibatch) -> None:
         """Run after each applied update."""
 
-    def after_updates(self) -> Mapping[str, float]:
+    def after_updates(self) -> Metrics:
         """Run after the step's last update."""
         return {}
 

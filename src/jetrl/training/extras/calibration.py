@@ -34,7 +34,7 @@ from jetrl.training.extras import Extra
 from jetrl.training.host_math import exact_sum, exp, mean
 from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs, trained_filter
 from jetrl.training.packing import targets
-from jetrl.types import TokenFilter
+from jetrl.types import Metrics, TokenFilter
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
@@ -112,7 +112,7 @@ class ClipCalibration(Extra):
     def objective(self, objective: Objective) -> Objective:
         return objective.with_clips(1 - self.bounds.low, self.bounds.high - 1)
 
-    def before_last(self, accumulated: Accumulated) -> dict[str, float]:
+    def before_last(self, accumulated: Accumulated) -> Metrics:
         """Move the bounds if a calibration is due and all log-probs are finite.
 
         Returns policy/clip_low and policy/clip_high, and after a calibration policy/over_clipped.

@@ -22,7 +22,7 @@ from jetrl.training.micro_batches import MicroBatch, MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
 from jetrl.training.update import Update, mean_of_each
-from jetrl.types import Batch
+from jetrl.types import Batch, Metrics
 
 LR = "critic.lr"
 
@@ -48,7 +48,7 @@ class Critic(Learner):
             prefix="critic",
             optimizer_name="the critic's optimizer",
         )
-        self._of_step: list[dict[str, float]] = []
+        self._of_step: list[Metrics] = []
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         self._of_step.clear()
@@ -58,7 +58,7 @@ class Critic(Learner):
         # step.
         self._of_step.append(self.update(index, minibatch))
 
-    def after_updates(self) -> dict[str, float]:
+    def after_updates(self) -> Metrics:
         applied = [metrics for metrics in self._of_step if metrics]
         skipped = len(self._of_step) - len(applied)
         metrics = mean_of_each(applied)
@@ -72,7 +72,7 @@ class Critic(Learner):
         """Return the expected return before each of N trained tokens: float32 [N]."""
         return self._forward(batch)
 
-    def update(self, index: int, minibatch: Minibatch) -> dict[str, float]:
+    def update(self, index: int, minibatch: Minibatch) -> Metrics:
         """Run update `index` of a step on a policy minibatch, from its values and returns.
 
         Returns critic/loss (before the update) and critic/clip_fraction, means over tokens,

@@ -36,7 +36,7 @@ from jetrl.training.extras import Learner
 from jetrl.training.micro_batches import MicroBatch, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets, trained_lengths
-from jetrl.types import Batch
+from jetrl.types import Batch, Metrics
 
 _WARMUP_UPDATES = 20
 _ADVICE = (
@@ -151,7 +151,7 @@ class DraftHeadTraining(Learner):
 
         return copy
 
-    def after_forward(self) -> dict[str, float]:
+    def after_forward(self) -> Metrics:
         """Run the draft-head updates of a step, each on part of the chosen tokens.
 
         Returns draft_head/loss and draft_head/accuracy before each update, means over tokens;
@@ -162,7 +162,7 @@ class DraftHeadTraining(Learner):
         with explained("the training of the draft head", _ADVICE):
             return self._learn(lessons)
 
-    def _learn(self, lessons: _Lessons) -> dict[str, float]:
+    def _learn(self, lessons: _Lessons) -> Metrics:
         began = self._now()
         # Gather hidden states from all ranks; the head's vocabulary is the most frequent tokens.
         self._gather(lessons)
@@ -231,7 +231,7 @@ class DraftHeadTraining(Learner):
             lessons.hidden[torch.from_numpy(slots).to(device)] = hidden.to(device)
             lessons.copied[slots] = True
 
-    def after_updates(self) -> dict[str, float]:
+    def after_updates(self) -> Metrics:
         """Pass the new weights and the policy's new output head to the sampler."""
         self.head.round()
         return {}
