@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.attention.integer import _attend_codes, _quantize_queries
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.portable.attention_core import query_codes
 from jetrl.kernels.portable.attention_forward import attend_batch, attend_prefill
-from jetrl.kernels.portable.attention_queries import quantize_queries
 
 SPLIT_KEYS = 1024
 
@@ -161,11 +163,24 @@ def different(ours: Tensor, theirs: Tensor) -> int:
     return int(((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum())
 
 
+@triton.jit
+def _query_kernel(q_ptr, codes_ptr, scales_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantize a row of q, bfloat16 [., D]; COLUMNS is a power of two, at least D."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    column = tl.arange(0, COLUMNS)
+    at, inside = row[:, None] * D + column[None, :], (column < D)[None, :]
+    codes, scales = query_codes(tl.load(q_ptr + at, mask=inside, other=0.0))
+    tl.store(codes_ptr + at, codes, mask=inside)
+    tl.store(scales_ptr + row, scales)
+
+
 def query_differences(rows: int, heads: int, head_dim: int, device: str) -> dict[str, int]:
     """Return the number of different codes and scales of quantized queries."""
     case = Case([rows], heads=heads, head_dim=head_dim, special=True)
     q, _, _ = random_rows(case, rows, device)
-    codes, scales = quantize_queries(q)
+    codes, scales = torch.empty_like(q, dtype=torch.int8), q.new_empty(q.shape[:2]).float()
+    columns = triton.next_power_of_2(head_dim)
+    _query_kernel[(rows * heads,)](q, codes, scales, head_dim, columns, enable_fp_fusion=False)
     expected, expected_scales = _quantize_queries(q)
     assert expected_scales is not None
     return {"codes": different(codes, expected), "scales": different(scales, expected_scales)}

@@ -228,13 +228,11 @@ def attention_forward() -> None:
     """Training and prefill."""
     from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
     from jetrl.kernels.portable.attention_forward import attend_batch, attend_prefill
-    from jetrl.kernels.portable.attention_queries import quantize_queries
 
     codes = KeyValueCodes.empty(ROWS, GROUPS, HEAD, "int8", META)
     tiles = QueryTiles.packed([0, 256, ROWS - 300, ROWS], META, [-1, 0, -1])
     q = empty(ROWS, HEADS, HEAD)
     attend_batch(q, codes, tiles)
-    quantize_queries(q)
     attend_prefill(q[:100], pages_of(40), QueryTiles.paged([100], [2048], [range(32)], META))
 
 

@@ -19,7 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from jetrl.distributed.console import tell
 from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
 from jetrl.errors import RankLost, Terminated, UserError
-from jetrl.types import Json
 
 START_S = 300.0  # for the slowest rank to import packages from a cold disk
 SILENT_S = 10.0  # before rank 0 reports whom it waits for
@@ -119,11 +118,11 @@ class Meeting:
             time.sleep(0.02)
         return bool(found)
 
-    def _wait_for_all(self, start: str) -> list[Json]:
+    def _wait_for_all(self, start: str) -> list[dict[str, Any]]:
         """Wait until every rank has written; return the records by rank."""
         began = time.monotonic()
         reported = False
-        joined: dict[int, Json] = {}
+        joined: dict[int, dict[str, Any]] = {}
         try:
             while True:
                 self._read_new(start, joined)
@@ -142,7 +141,7 @@ class Meeting:
             message = f"{what}; torchrun says which rank ended first"
             raise RankLost(message, Terminated.exit_code) from None
 
-    def _read_new(self, start: str, joined: dict[int, Json]) -> None:
+    def _read_new(self, start: str, joined: dict[int, dict[str, Any]]) -> None:
         """Add the records written since the last call; raise UserError if a rank refused."""
         for rank in range(self.size):
             if rank in joined or not self._records.check([f"{start} {rank}"]):

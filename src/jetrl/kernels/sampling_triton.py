@@ -343,15 +343,20 @@ def _exclude_kernel(
             ties_before += tl.sum(ties.to(tl.int64), 0)
 
 
+def check_rows(logits: Tensor, floats: tuple[Tensor, ...], integers: tuple[Tensor, ...]) -> None:
+    """Check float32 logits [R, V], and float32 and int64 tensors [R]; all are contiguous."""
+    assert (logits.dtype, logits.is_contiguous()) == (float32, True), f"{logits.dtype}"
+    for x, dtype in [*((x, float32) for x in floats), *((x, int64) for x in integers)]:
+        found = (x.dtype, x.shape, x.is_contiguous())
+        assert found == (dtype, logits.shape[:1], True), f"{found}"
+
+
 def exclude_tokens(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, chosen: Tensor
 ) -> Tensor:
     """`kernels.allowed_tokens.exclude_tokens` in Triton, in place."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((temperature, float32), (top_p, float32), (top_k, int64), (min_p, float32)):
-        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
-    assert (chosen.dtype, chosen.shape, chosen.is_contiguous()) == (int64, (rows,), True)
-    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    check_rows(logits, floats=(temperature, top_p, min_p), integers=(top_k, chosen))
     if rows:
         _exclude_kernel[(rows,)](
             logits,
@@ -372,9 +377,7 @@ def exclude_tokens(
 def sample(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.sampling.sample` in Triton."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((bits, int64), (temperature, float32)):
-        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
-    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    check_rows(logits, floats=(temperature,), integers=(bits,))
     device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs, lse = torch.empty(2, rows, dtype=torch.float32, device=device)

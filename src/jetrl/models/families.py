@@ -211,7 +211,7 @@ class ModelConfig:
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
-    def from_hf(cls, config: Json) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Return the configuration in a config.json of transformers 4 or 5.
 
         Raises UserError for a missing or wrong key, and for an unsupported feature.
@@ -306,7 +306,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _family(named: Named, config: Json) -> tuple[str, Head]:
+def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
     """Return the family and head, from `architectures` or `model_type` in config.json."""
     model_type, architecture = named.model_type, (named.architectures or [""])[0]
     scores = architecture.endswith(_SCORE)
@@ -356,7 +356,7 @@ _OBSTACLES = {  # keys of config.json, and model types
 }
 
 
-def _in_the_way(config: Json) -> str:
+def _in_the_way(config: Mapping[str, Any]) -> str:
     """Return words for the unsupported features of a config.json, for an error message."""
     inner = config.get("text_config")
     parts = [config, inner] if isinstance(inner, Mapping) else [config]

@@ -326,14 +326,8 @@ class Session(OpenRun):
         source, params = self._source, rollout_params(self.settings, step.number, step.round)
         own_part = self._rollout(step.number, can_give_up=source.can_give_up)
         drawn = source.draw(step, params, own_part, self.run.show_progress)
-        return replace(
-            step,
-            prompts=drawn.prompts,
-            completions=drawn.completions,
-            scoring=drawn.scoring,
-            rollout_tokens=sum(world().gather("drawn tokens", drawn.num_tokens)),
-            metrics={**step.metrics, **drawn.metrics},
-        )
+        num_tokens = sum(world().gather("drawn tokens", drawn.rollout_tokens))
+        return replace(drawn, rollout_tokens=num_tokens)
 
     def _recorded(self, step: Step, recorded: RecordedRollouts) -> Step:
         """Return a step with its recorded samples; note the first that other weights drew."""

@@ -9,35 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.session.episodes import EpisodeSamples, ServedPolicy
 from jetrl.session.partial_rollouts import PartialRollouts
-from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
+from jetrl.session.sampling import Scoring, sample_prompts
 from jetrl.session.step import Step
 from jetrl.tasks import Scorer
-from jetrl.types import Completion, Metrics, SamplingParams
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Completions of a step that were sampled on this rank.
-
-    Attributes:
-        prompts: The step's prompts, on all ranks.
-        completions: This rank's share, `SamplingParams.n` per prompt, in order.
-        scoring: Their scores, possibly still pending.
-        num_tokens: Number of tokens sampled on this rank.
-        metrics: The rollout/* and partial_rollout/* metrics, by name.
-    """
-
-    prompts: Sequence[EncodedPrompt]
-    completions: Sequence[Completion]
-    scoring: Scoring | EpisodeSamples
-    num_tokens: int
-    metrics: Metrics = field(default_factory=dict)
+from jetrl.types import Completion, SamplingParams
 
 
 class Source(Protocol):
@@ -52,8 +33,11 @@ class Source(Protocol):
         params: SamplingParams,
         own_part: AbstractContextManager[None],
         progress: ProgressCallback,
-    ) -> Drawn:
-        """Return the step's completions with log-probs.
+    ) -> Step:
+        """Return the step with its completions, which have log-probs, and with their scores.
+
+        The prompts are those of all ranks, the completions this rank's share, `params.n` per
+        prompt in order, and `rollout_tokens` counts the tokens sampled on this rank.
 
         Inside `own_part`, ranks work independently and may fail independently, without collectives.
         """
@@ -73,13 +57,12 @@ class WholePrompts:
         params: SamplingParams,
         own_part: AbstractContextManager[None],
         progress: ProgressCallback,
-    ) -> Drawn:
+    ) -> Step:
         with own_part:
             later = step.round > 1
             scoring = Scoring(self._scorer, step.prompts, params.n, continues_step=later)
             completions = sample_prompts(self._engine, scoring, params, self._max_turns, progress)
-        num_tokens = sum(completion.num_sampled for completion in completions)
-        return Drawn(step.prompts, completions, scoring, num_tokens)
+        return _drawn(step, completions, scoring)
 
 
 class ContinuedPrompts:
@@ -98,7 +81,7 @@ class ContinuedPrompts:
         params: SamplingParams,
         own_part: AbstractContextManager[None],
         progress: ProgressCallback,
-    ) -> Drawn:
+    ) -> Step:
         partial_rollouts = self._partial_rollouts
         with own_part:
             groups = partial_rollouts.sample(
@@ -109,13 +92,15 @@ class ContinuedPrompts:
                 progress=progress,
             )
         prompts, completions = partial_rollouts.choose(groups, step.number)
-        return Drawn(
+        unfinished = {"partial_rollout/unfinished": float(partial_rollouts.num_unfinished)}
+        return replace(
+            step,
             prompts=prompts,
             completions=completions,
             # Score only now: the set of complete completions is known once sampling ends.
             scoring=Scoring(self._scorer, prompts, params.n),
-            num_tokens=self._engine.stats.tokens_drawn,
-            metrics={"partial_rollout/unfinished": float(partial_rollouts.num_unfinished)},
+            rollout_tokens=self._engine.stats.tokens_drawn,
+            metrics={**step.metrics, **unfinished},
         )
 
 
@@ -133,10 +118,17 @@ class HarnessEpisodes:
         params: SamplingParams,
         own_part: AbstractContextManager[None],
         progress: ProgressCallback,
-    ) -> Drawn:
+    ) -> Step:
         with own_part:
             # The weights are those after the steps before this one.
             samples = self._served.player(step.number - 1)(step.prompts, params, progress)
         completions = [sample.completion for sample in samples]
-        num_tokens = sum(completion.num_sampled for completion in completions)
-        return Drawn(step.prompts, completions, EpisodeSamples(samples), num_tokens)
+        return _drawn(step, completions, EpisodeSamples(samples))
+
+
+def _drawn(
+    step: Step, completions: Sequence[Completion], scoring: Scoring | EpisodeSamples
+) -> Step:
+    """Return a step with the completions of its own prompts."""
+    num_tokens = sum(completion.num_sampled for completion in completions)
+    return replace(step, completions=completions, scoring=scoring, rollout_tokens=num_tokens)

@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from jetrl.errors import UserError, nearest
-from jetrl.settings.messages import Origins, explain, origin, toml_key, toml_value
+from jetrl.settings.messages import Origins, Tree, explain, origin, toml_key, toml_value
 from jetrl.settings.sections import Settings
-from jetrl.types import Json
 
 __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recipes", "to_toml"]
 
@@ -59,7 +58,7 @@ def load_config(
         UserError: The recipe is unknown or not valid TOML, a key is unknown, or a value has the
             wrong type, is out of range or conflicts with another setting.
     """
-    tree: Json = {}
+    tree: Tree = {}
     origins: Origins = {}
     names = ["the overrides"] if overrides else []
     if isinstance(recipe, Settings):
@@ -104,9 +103,9 @@ def named(settings: Settings) -> Settings:
     return settings.model_copy(update={"run": run})
 
 
-def _nested(sections: Mapping[str, Any]) -> Json:
+def _nested(sections: Mapping[str, Any]) -> Tree:
     """Return sections with dotted keys such as `{"train.lr": 2e-6}` expanded."""
-    tree: Json = {}
+    tree: Tree = {}
     for key, value in sections.items():
         *outer, last = str(key).split(".")
         for name in (last, *reversed(outer)):
@@ -147,7 +146,7 @@ def find_recipe(recipe: str | Path) -> Path:
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
 
-def _read_toml(path: Path, origins: Origins) -> Json:
+def _read_toml(path: Path, origins: Origins) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -167,7 +166,7 @@ def _read_toml(path: Path, origins: Origins) -> Json:
     return tree
 
 
-def _set_aside(tree: Json, overrides: Sequence[str]) -> None:
+def _set_aside(tree: Tree, overrides: Sequence[str]) -> None:
     """Drop the recipe's task, model or length settings that an override replaces."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
     given = {f"{key}.{SHORT[key]}" if key in SHORT else key: text for key, text in words}
@@ -190,7 +189,7 @@ def _set_aside(tree: Json, overrides: Sequence[str]) -> None:
     _warn_once(f"model.path={given['model.path']} replaces the recipe's {names}")
 
 
-def _of_task(section: Json, name: Any) -> Json:
+def _of_task(section: Tree, name: Any) -> Tree:
     """Return the recipe's [task] section, or an empty one if the task changes."""
     if name == section.get("name"):
         return section
@@ -205,7 +204,7 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def _apply_override(tree: Json, override: str, origins: Origins) -> None:
+def _apply_override(tree: Tree, override: str, origins: Origins) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -228,7 +227,7 @@ def _apply_override(tree: Json, override: str, origins: Origins) -> None:
     tree[last] = value
 
 
-def _move_old_names(tree: Json, origins: Origins) -> None:
+def _move_old_names(tree: Tree, origins: Origins) -> None:
     """Move `sampler_deviation.weights_through_bf16`, the name of before, into [precision]."""
     section, key = "sampler_deviation", "weights_through_bf16"
     if not isinstance(tree.get(section), dict):

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
+Tree = dict[str, Any]
+"""Settings by section and name, as a TOML file has them."""
 Origins = dict[str, str]
 """Where each setting was set, by dotted key; the key "" stands for all settings."""
 

@@ -38,7 +38,6 @@ from jetrl.settings.section import (
     Text,
     without_none,
 )
-from jetrl.types import Json
 
 MOST_TOKENS = 7  # Maximum draft length: a forward verifies 8 tokens per sequence.
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -113,11 +112,11 @@ class ModelSettings(Section):
 
     path: str | None = None
     """Hugging Face model directory or hub name: NAME[@REVISION]"""
-    config: Json | str | None = None
+    config: dict[str, Any] | str | None = None
     """config.json contents or path; weights are initialized at random from run.seed"""
     tokenizer: str | None = None
     """tokenizer directory; 'characters': one token per character. Default: model.path"""
-    template_args: Json = Field(default_factory=dict)
+    template_args: dict[str, Any] = Field(default_factory=dict)
     """extra variables for the chat template, such as enable_thinking = false"""
 
     _config = field_validator("config", "template_args", mode="before")(without_none)
@@ -147,7 +146,7 @@ class TaskSettings(Section):
     """eval split"""
     system_prompt: str | None = None
     """system prompt for chat prompts"""
-    options: Json = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of the task"""
     special_tokens_as_text: Literal["replies", "all", "none"] = "replies"
     """where to escape special tokens such as <|im_end|>: `replies` (environment output), `all`

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists, uploaded
 from jetrl.kernels.attention.padded_lists import PaddedLists
 from jetrl.precision.formats import BF16, FP8, INT8, Format, key_and_value_formats
 
@@ -238,11 +238,8 @@ def _build(
     tiles.sort(key=lambda t: -(t[1] + t[2]))
     backward = backward_lists(runs or ())
 
-    # Copy from pinned memory, so that the host does not wait.
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
-        host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
-        on_gpu = torch.device(device).type == "cuda"
-        return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
+        return uploaded(records, width, device)
 
     return QueryTiles(
         tiles=upload(tiles, 6),

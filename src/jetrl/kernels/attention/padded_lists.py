@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES, Run
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES, Run, uploaded
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,8 @@ class PaddedLists:
         query_blocks.sort(key=lambda t: t[3] - t[0] - t[5])
         key_blocks.sort(key=lambda t: -(t[1] + t[3]))
 
-        # Copy from pinned memory, so that the host does not wait.
-        def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
-            host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
-            on_gpu = torch.device(device).type == "cuda"
-            return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
-
-        return PaddedLists(upload(blocks, 4), upload(query_blocks, 6), upload(key_blocks, 5))
+        return PaddedLists(
+            blocks=uploaded(blocks, 4, device),
+            query_blocks=uploaded(query_blocks, 6, device),
+            key_blocks=uploaded(key_blocks, 5, device),
+        )

@@ -30,8 +30,7 @@ from torch import Tensor
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES
 from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.padded_lists import PaddedLists
-from jetrl.kernels.portable.attention_core import score_factor
-from jetrl.kernels.portable.attention_queries import query_codes
+from jetrl.kernels.portable.attention_core import query_codes, score_factor
 
 _MAGIC = tl.constexpr(1.5 * 2.0**23)
 _ROOM = tl.constexpr(1.0 + 2.0**-7)

@@ -24,11 +24,14 @@ import triton
 import triton.language as tl
 
 from jetrl.precision.exact import LOG2_E
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, INT8_CODES
 
 BLOCK_KEYS = 128  # keys per block of the definition
 SPLIT_KEYS = 1024  # keys per split
 
 _MAGIC = tl.constexpr(1.5 * 2.0**23)
+_MAXIMUM = tl.constexpr(FORMATS[INT8_CODES][1])
+_FLOOR = tl.constexpr(AMAX_FLOOR)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _MAGIC_EXPONENT = tl.constexpr(1.5 * 2.0**23 + 127.0)
 _MAGIC_PLANES = tl.constexpr(1.5 * 2.0**23 + 128.0)
@@ -137,3 +140,22 @@ def in_slots(x):
     # Split and join leave four neighbors of a row in consecutive registers.
     parts = tl.join(tl.join(even_low, even_high), tl.join(odd_low, odd_high))
     return tl.reshape(parts, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def query_codes(x):
+    """Return rotated queries x [R, D], bfloat16, as int8 codes [R, D] and float32 scales [R].
+
+    With r = max(max |x|, 2**-100), the scale is fl(r / 127) and codes rint(fl(x * fl(127 / r))), as
+    of `attention.integer`. A row with NaN or Inf has codes 0 and the scale NaN or Inf, except
+    that values next to a single NaN are 0 as well.
+    """
+    x = x.to(tl.float32)
+    # Bits of |x| as integers have the order of |x|, with NaN above Inf, so NaN propagates.
+    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1)
+    amax = largest.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < _FLOOR, _FLOOR, amax)
+    # A product is at most 127 and a rounding error, so it rounds to at most 127.
+    scaled = x * tl.div_rn(_MAXIMUM, amax)[:, None]
+    rounded = (tl.where(scaled == scaled, scaled, 0.0) + _MAGIC).to(tl.int32, bitcast=True)
+    return rounded.to(tl.int8), tl.div_rn(amax, _MAXIMUM)

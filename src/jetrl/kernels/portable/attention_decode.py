@@ -37,11 +37,11 @@ from jetrl.kernels.portable.attention_core import (
     exponentials,
     fold,
     planes,
+    query_codes,
     rounded_sum,
     score_factor,
     weight_bits,
 )
-from jetrl.kernels.portable.attention_queries import query_codes
 
 # Launch options of `_decode_kernel`. Three stages keep two blocks of pages in shared memory: at
 # most 97 KB with all else.

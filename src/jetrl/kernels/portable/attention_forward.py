@@ -39,11 +39,11 @@ from jetrl.kernels.portable.attention_core import (
     fold_weights,
     in_slots,
     planes,
+    query_codes,
     rounded_sum,
     score_factor,
     weight_bits,
 )
-from jetrl.kernels.portable.attention_queries import query_codes
 
 # The planes of four neighbors. It saves a thread 97 of about 1,670 instructions per block of keys
 # (D = 128, SASS of sm_90, Triton 3.7, 2026-11-29).

@@ -27,7 +27,7 @@ from torch import Tensor, float32, int64
 
 from jetrl.kernels.portable.exact import exp_nonpositive, log_positive
 from jetrl.kernels.portable.logprob import added_bits, divide, lane_columns
-from jetrl.kernels.sampling_triton import temperature_of
+from jetrl.kernels.sampling_triton import check_rows, temperature_of
 
 _FEW_ROWS = 16
 _BLOCKS = {True: (1024, 4), False: (4096, 8)}  # block and warps for few rows, and for many
@@ -439,10 +439,7 @@ def exclude_tokens(
 ) -> Tensor:
     """`kernels.allowed_tokens.exclude_tokens` in place, bitwise equal to its reference."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((temperature, float32), (top_p, float32), (top_k, int64), (min_p, float32)):
-        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
-    assert (chosen.dtype, chosen.shape, chosen.is_contiguous()) == (int64, (rows,), True)
-    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    check_rows(logits, floats=(temperature, top_p, min_p), integers=(top_k, chosen))
     at_once = max(1, _ROUNDED_AT_ONCE // vocabulary)
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
@@ -500,9 +497,7 @@ def exclude_tokens(
 def sample(logits: Tensor, bits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.sampling.sample`, bitwise equal to its reference."""
     rows, vocabulary = logits.shape
-    for x, dtype in ((bits, int64), (temperature, float32)):
-        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
-    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    check_rows(logits, floats=(temperature,), integers=(bits,))
     device = logits.device
     few = rows <= _FEW_ROWS
     block, warps = _BLOCKS[few]
