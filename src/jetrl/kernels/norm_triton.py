@@ -14,6 +14,7 @@ the saved x + delta and inverse rms, and quantizes it in the 128 x 128 groups of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -515,23 +516,32 @@ def rms_norm_backward(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`kernels.norm.rms_norm` in Triton."""
-    return _RMSNorm.apply(x, weight, eps)
+    return NormFunction.apply(x, weight, eps, rms_norm_backward)
 
 
-class _RMSNorm(torch.autograd.Function):
+class NormFunction(torch.autograd.Function):
+    """`rms_norm_forward` with a given `rms_norm_backward`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        gradients: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse, _ = rms_norm_forward(flat, weight, eps)
         ctx.save_for_backward(flat, weight, inverse)
+        ctx.gradients = gradients
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         dy = grads[0].to(torch.bfloat16).reshape(x.shape).contiguous()
-        dx, dweight = rms_norm_backward(dy, x, weight, inverse)
-        return dx.view(grads[0].shape), dweight.to(weight.dtype), None
+        dx, dweight = ctx.gradients(dy, x, weight, inverse)
+        return dx.view(grads[0].shape), dweight.to(weight.dtype), None, None
 
 
 def _padded(width: int) -> int:

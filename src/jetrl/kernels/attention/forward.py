@@ -32,7 +32,6 @@ from jetrl.kernels.attention.blocks import (
     wait_for_block,
 )
 from jetrl.kernels.attention.core import (
-    SPLIT_KEYS,
     fold_weights,
     inverse,
     log_sum_exp,
@@ -41,21 +40,13 @@ from jetrl.kernels.attention.core import (
     score_scale,
     slots_of_channels,
 )
-from jetrl.kernels.attention.layout import (
-    BLOCK_KEYS,
-    TILE_ROWS,
-    KeyValueCodes,
-    QueryTiles,
-    check_queries,
-)
-from jetrl.kernels.attention.staging import StagedKeys, stage_keys
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.kernels.attention.layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
+from jetrl.kernels.attention.staging import StagedKeys, TileAttention
+from jetrl.kernels.attention.staging import stage_keys as stage_keys
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
 from jetrl.precision.triton import gluon_names
 from jetrl.precision.triton import tile as tile_rules
 from jetrl.precision.triton.launch import multiprocessors
-from jetrl.precision.triton.layout import empty_row_groups
-from jetrl.precision.triton.quantize import quantize_rows
-from jetrl.settings.presets import DEFAULT_SCALES
 
 _STAGES = 5  # the maximum that fits shared memory: 33 KB per block with quantized keys
 # Shared-memory layouts that TMA writes and wgmma reads.
@@ -319,59 +310,11 @@ def forward_kernel(
     )  # fmt: skip
 
 
-def attend_tiles(
-    q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
-) -> tuple[Tensor, Tensor]:
-    """Return causal attention of q over staged keys, and the log-sum-exp, float32 [H, T].
-
-    Args:
-        q: bfloat16 [T, H, D], rotated, where T is the number of queries in `tiles`.
-        split_keys: keys per split, a multiple of 64; the bits depend on it.
-    """
-    o = torch.empty_like(q)
-    return o, _launch(q, staged, tiles, o, None, DEFAULT_SCALES, split_keys)
-
-
-def attend_prefill(
-    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
-) -> Tensor:
-    """Return attention of prefill chunks q [T, H, D], rotated, over pages [P, 64, G, D].
-
-    The pages must already contain the keys and values of the chunks. Staging is an extra pass over
-    all keys and values of the contexts, so chunks should have a few hundred tokens or more.
-    """
-    return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
-
-
-def attend_prefill_quantized(
-    q: Tensor,
-    pages: KeyValueCodes,
-    tiles: QueryTiles,
-    scales: str = DEFAULT_SCALES,
-    split_keys: int = SPLIT_KEYS,
-) -> QTensor:
-    """Return the same bits as `quantize_rows(attend_prefill(...).flatten(1))`.
-
-    Quantization is fused for head_dim 128. For 64 a group spans two heads, so the quantizer runs
-    separately.
-
-    Args:
-        scales: "fp32", or "pow2" for power-of-two scales.
-    """
-    tokens, heads, head_dim = q.shape
-    if head_dim != FP8_BLOCK:
-        attended = attend_prefill(q, pages, tiles, split_keys)
-        return quantize_rows(attended.flatten(1), scales=scales)
-    rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, stage_keys(pages, tiles), tiles, rows.codes, rows.scales, scales, split_keys)
-    return rows
-
-
 def _launch(
     q: Tensor, staged: StagedKeys, tiles: QueryTiles, o: Tensor, o_scales: Tensor | None,
     scales: str, split_keys: int,
 ) -> Tensor:  # fmt: skip
-    """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp."""
+    """Check the arguments, and launch the kernel (see `TileAttention`)."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
     assert num_queries == tiles.num_queries, f"{num_queries} queries, tiles for other lengths"
@@ -395,3 +338,10 @@ def _launch(
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return lse
+
+
+_attention = TileAttention(_launch)
+attend_tiles = _attention.attend_tiles
+attend_batch = _attention.attend_batch
+attend_prefill = _attention.attend_prefill
+attend_prefill_quantized = _attention.attend_prefill_quantized

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from jetrl.kernels.attention.backward import attention_backward
 from jetrl.kernels.attention.core import (
-    SPLIT_KEYS,
     fold_weights,
     inverse,
     log_sum_exp,
@@ -44,12 +43,10 @@ from jetrl.kernels.attention.layout import (
     QueryTiles,
     check_queries,
 )
-from jetrl.kernels.attention.staging import StagedKeys, stage_keys
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.kernels.attention.staging import StagedKeys, TileAttention
+from jetrl.kernels.attention.staging import stage_keys as stage_keys
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
 from jetrl.precision.triton import gluon_names, tile
-from jetrl.precision.triton.layout import empty_row_groups
-from jetrl.precision.triton.quantize import quantize_rows
-from jetrl.settings.presets import DEFAULT_SCALES
 
 _ROWS = gl.constexpr(64)  # queries per program
 _PARTS = TILE_ROWS // 64  # programs per tile and head
@@ -280,7 +277,7 @@ def _launch(
     q: Tensor, staged: StagedKeys, tiles: QueryTiles, o: Tensor, o_scales: Tensor | None,
     scales: str, split_keys: int,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel to write o, and return the log-sum-exp, float32 [H, T]."""
+    """Check the arguments, and launch the kernel (see `TileAttention`)."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
     assert num_queries == tiles.num_queries, f"{num_queries} queries, tiles for other lengths"
@@ -300,38 +297,11 @@ def _launch(
     return lse
 
 
-def attend_tiles(
-    q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
-) -> tuple[Tensor, Tensor]:
-    """`attention.forward.attend_tiles`."""
-    o = torch.empty_like(q)
-    return o, _launch(q, staged, tiles, o, None, DEFAULT_SCALES, split_keys)
-
-
-def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
-    """Return attention of q over the codes of a packed batch, and the log-sum-exp, for training."""
-    return attend_tiles(q, stage_keys(codes, tiles), tiles)
-
-
-def attend_prefill(
-    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
-) -> Tensor:
-    """`attention.forward.attend_prefill`."""
-    return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
-
-
-def attend_prefill_quantized(
-    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, scales: str = DEFAULT_SCALES,
-    split_keys: int = SPLIT_KEYS,
-) -> QTensor:  # fmt: skip
-    """`attention.forward.attend_prefill_quantized`."""
-    tokens, heads, head_dim = q.shape
-    if head_dim != FP8_BLOCK:
-        attended = attend_prefill(q, pages, tiles, split_keys)
-        return quantize_rows(attended.flatten(1), scales=scales)
-    rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, stage_keys(pages, tiles), tiles, rows.codes, rows.scales, scales, split_keys)
-    return rows
+_attention = TileAttention(_launch)
+attend_tiles = _attention.attend_tiles
+attend_batch = _attention.attend_batch
+attend_prefill = _attention.attend_prefill
+attend_prefill_quantized = _attention.attend_prefill_quantized
 
 
 @functools.lru_cache(maxsize=8)

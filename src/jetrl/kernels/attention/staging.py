@@ -10,6 +10,7 @@ quantized pages and BF16 pages look the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,18 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.core import channel_of_slot, key_factors, score_scale, widen_codes
+from jetrl.kernels.attention.core import (
+    SPLIT_KEYS,
+    channel_of_slot,
+    key_factors,
+    score_scale,
+    widen_codes,
+)
 from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, QueryTiles
+from jetrl.precision.quantize import FORMATS, FP8_BLOCK, QTensor
+from jetrl.precision.triton.layout import empty_row_groups
+from jetrl.precision.triton.quantize import quantize_rows
+from jetrl.settings.presets import DEFAULT_SCALES
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
@@ -110,3 +121,68 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return StagedKeys(kv, factors, num_blocks, codes)
+
+
+@dataclass(frozen=True)
+class TileAttention:
+    """Attention by a kernel over staged keys, for training and prefill.
+
+    `launch(q, staged, tiles, o, o_scales, scales, split_keys)` writes o, quantized if `o_scales` is
+    a tensor, and returns the log-sum-exp, float32 [H, T].
+    """
+
+    launch: Callable[..., Tensor]
+
+    def attend_tiles(
+        self, q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+    ) -> tuple[Tensor, Tensor]:
+        """Return causal attention of q over staged keys, and the log-sum-exp, float32 [H, T].
+
+        Args:
+            q: bfloat16 [T, H, D], rotated, where T is the number of queries in `tiles`.
+            split_keys: keys per split, a multiple of 64; the bits depend on it.
+        """
+        o = torch.empty_like(q)
+        return o, self.launch(q, staged, tiles, o, None, DEFAULT_SCALES, split_keys)
+
+    def attend_batch(
+        self, q: Tensor, codes: KeyValueCodes, tiles: QueryTiles
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention of q over the codes of a packed batch, and the log-sum-exp."""
+        return self.attend_tiles(q, stage_keys(codes, tiles), tiles)
+
+    def attend_prefill(
+        self, q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+    ) -> Tensor:
+        """Return attention of prefill chunks q [T, H, D], rotated, over pages [P, 64, G, D].
+
+        The pages must already contain the keys and values of the chunks. Staging is an extra pass
+        over all keys and values of the contexts, so chunks should have a few hundred tokens or
+        more.
+        """
+        return self.attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
+
+    def attend_prefill_quantized(
+        self,
+        q: Tensor,
+        pages: KeyValueCodes,
+        tiles: QueryTiles,
+        scales: str = DEFAULT_SCALES,
+        split_keys: int = SPLIT_KEYS,
+    ) -> QTensor:
+        """Return the same bits as `quantize_rows(attend_prefill(...).flatten(1))`.
+
+        Quantization is fused for head_dim 128. For 64 a group spans two heads, so the quantizer
+        runs separately.
+
+        Args:
+            scales: "fp32", or "pow2" for power-of-two scales.
+        """
+        tokens, heads, head_dim = q.shape
+        if head_dim != FP8_BLOCK:
+            attended = self.attend_prefill(q, pages, tiles, split_keys)
+            return quantize_rows(attended.flatten(1), scales=scales)
+        rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
+        staged = stage_keys(pages, tiles)
+        self.launch(q, staged, tiles, rows.codes, rows.scales, scales, split_keys)
+        return rows

@@ -20,14 +20,12 @@ change no bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.norm_triton import rms_norm_forward
+from jetrl.kernels.norm_triton import NormFunction
 from jetrl.precision.exact import factor_bits
 from jetrl.precision.triton.grid import (
     INFINITY_BITS,
@@ -92,23 +90,7 @@ def _rows_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`kernels.norm.rms_norm` of bfloat16 x [..., D] and weight [D], differentiable in both."""
-    return _RMSNorm.apply(x, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        y, inverse, _ = rms_norm_forward(flat, weight, eps)
-        ctx.save_for_backward(flat, weight, inverse)
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        dy = grads[0].to(torch.bfloat16).reshape(x.shape).contiguous()
-        dx, dweight = rms_norm_backward(dy, x, weight, inverse)
-        return dx.view(grads[0].shape), dweight.to(weight.dtype), None
+    return NormFunction.apply(x, weight, eps, rms_norm_backward)
 
 
 def rms_norm_backward(

@@ -29,6 +29,7 @@ from jetrl.precision.hopper import MULTIPROCESSORS
 from jetrl.precision.hopper.gemm_rows import rows_matmul
 from jetrl.precision.quantize import FP8_BLOCK, QTensor
 from jetrl.precision.triton.layout import (
+    check_fp8_operands,
     first_rows,
     is_ragged,
     padded_rows,
@@ -63,10 +64,7 @@ def fp8_matmul_hopper(
     a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
 ) -> Tensor:
     """`precision.gemm.fp8_matmul` on Hopper; copies operands that have another layout."""
-    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
-    assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
-    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K must be contiguous"
-    assert a.shape[1] == b.shape[1], f"{a.shape}, {b.shape}"
+    check_fp8_operands(a, b)
     chosen = backend or backend_for(a, b, out_dtype)
     if is_ragged(b.shape[1]):
         b = replace(b, codes=whole_groups(b.codes, b.shape[0]))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.precision.quantize import FP8_BLOCK, QTensor
-from jetrl.precision.triton.layout import cdiv, whole_groups
+from jetrl.precision.triton.layout import cdiv, check_fp8_operands, whole_groups
 from jetrl.precision.triton.portable_int8 import Tile, load_codes, place, pointers, within
 
 # Few rows have narrow tiles, so that enough programs read the weight. At most 72 KB.
@@ -142,10 +142,7 @@ def _coded_product_kernel(
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`precision.gemm.fp8_matmul` with batch-invariant bits; codes have contiguous rows."""
     (rows, k), columns = a.shape, b.shape[0]
-    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
-    assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
-    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K must be contiguous"
-    assert k == b.shape[1], f"{a.shape}, {b.shape}"
+    check_fp8_operands(a, b)
     out = torch.empty(rows, columns, dtype=out_dtype, device=a.codes.device)
     tile = tile_for(rows)
     a_codes, b_codes = whole_groups(a.codes, rows), whole_groups(b.codes, columns)

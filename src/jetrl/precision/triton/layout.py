@@ -145,3 +145,11 @@ def empty_int8_operand(rows: int, k: int, device: torch.device) -> QTensor:
     boxes = round_up(rows, MIN_ROWS if rows <= MIN_ROWS else 2 * MIN_ROWS)
     q = empty_int8_rows(boxes if rows <= FEW_ROWS else rows, k, device)
     return replace(q, codes=first_rows(q.codes, rows), scales=first_rows(q.scales, rows))
+
+
+def check_fp8_operands(a: QTensor, b: QTensor) -> None:
+    """Check the operands of a product of E4M3 codes, a [M, K] and b [N, K], both along K."""
+    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
+    assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
+    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K must be contiguous"
+    assert a.shape[1] == b.shape[1], f"{a.shape}, {b.shape}"
