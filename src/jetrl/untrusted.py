@@ -189,9 +189,11 @@ def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
 def check_trusted(file: Path) -> None:
     """Raise `UserError` for a file that the command was not told to trust."""
     if _trusted is not None and file.resolve() not in _trusted:
-        rule = "this command runs no file that you did not name yourself"
-        why = "if the run is yours, add --trust-task to the command; else read the file first"
-        raise UserError(f"{file} is a Python file that the run's settings name, and {rule}: {why}")
+        raise UserError(
+            f"{file} is a Python file that the run's settings name, and this command runs no file "
+            "that you did not name yourself: if the run is yours, add --trust-task to the "
+            "command; else read the file first"
+        )
 
 
 def files_named(words: object) -> set[str]:

@@ -81,8 +81,11 @@ def advice_in_options() -> Iterator[None]:
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     """Add --trust-task, which is read by `jetrl.cli.main`."""
-    files = "Python files named in the run's settings (task, checker, algorithm)"
-    parser.add_argument("--trust-task", action="store_true", help=f"allow the {files} to run")
+    parser.add_argument(
+        "--trust-task",
+        action="store_true",
+        help="allow the Python files named in the run's settings (task, checker, algorithm) to run",
+    )
 
 
 def add_sampling_arguments(

@@ -207,8 +207,9 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     if own.prompts < 0:
         raise UserError(f"--prompts {own.prompts}: 0 (all) or more")
     if args.temperature == 0 and own.samples > 1:
-        what = f"--samples {own.samples} with --temperature 0"
-        raise UserError(f"{what} samples the same completion each time")
+        raise UserError(
+            f"--samples {own.samples} with --temperature 0 samples the same completion each time"
+        )
     temperature = own.temperature if args.temperature is None else args.temperature
     if temperature == 0 and own.samples > 1:
         temperature = 1.0  # greedy completions would all be the same
@@ -250,8 +251,9 @@ def _own_settings(args: argparse.Namespace) -> Settings:
 
     run = find_model(Path(args.model)).run
     if run is None:
-        what = f"{args.model} is not a run directory"
-        raise UserError(f"{what}, so there is no task to evaluate: add --task NAME")
+        raise UserError(
+            f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
+        )
     return load_config(run / "config.toml")
 
 

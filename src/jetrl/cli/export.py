@@ -69,8 +69,10 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     policy = open_policy(args.model, None, args.device, fallback="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
-        what = f"--dtype {args.dtype} is for a whole model"
-        raise UserError(f"{what}, and {args.model} has an adapter: add --merge")
+        raise UserError(
+            f"--dtype {args.dtype} is for a whole model, and {args.model} has an adapter: add "
+            "--merge"
+        )
     _name_base(args, policy)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")

@@ -137,8 +137,10 @@ def _command(arguments: Sequence[str]) -> int:
         return 0
     command, words = parse(arguments[0], arguments[1:])
     if launched_size() > 1 and not getattr(command, "RUNS_ON_RANKS", False):
-        what = f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}"
-        raise UserError(f"{what}: start it without torchrun")
+        raise UserError(
+            f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}: "
+            "start it without torchrun"
+        )
     trusted = arguments[0] in RUN_USERS_FILES or getattr(words, "trust_task", False)
     with nullcontext() if trusted else trust_only():
         try:

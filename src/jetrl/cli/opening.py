@@ -159,8 +159,9 @@ def find_model(path: Path) -> ModelLocation:
     if masters_of(path) is not None:
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
-            why = "is outside its run directory, whose settings are needed"
-            raise UserError(f"{path}: this checkpoint {why}")
+            raise UserError(
+                f"{path}: this checkpoint is outside its run directory, whose settings are needed"
+            )
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
         with contextlib.suppress(FileNotFoundError):  # a checkpoint was removed meanwhile

@@ -76,9 +76,9 @@ class Meeting:
             different = ranks_that_differ(values)
             if different:
                 usual = next(value for rank, value in enumerate(values) if rank not in different)
-                there = f"{values[different[0]]} on {named(different)}"
                 raise UserError(
-                    f"{name} is {there} and {usual} on the other ranks: start all ranks alike"
+                    f"{name} is {values[different[0]]} on {named(different)} and {usual} on the "
+                    "other ranks: start all ranks alike"
                 )
 
     def end(self, message: str, rank_0_prints: bool = False) -> str | None:
@@ -130,15 +130,19 @@ class Meeting:
                     return [joined[rank] for rank in range(self.size)]
                 waited = time.monotonic() - began
                 if waited > START_S:
-                    late = f"{self._missing(joined)} did not come within {START_S:.0f} s"
-                    raise UserError(f"{late}: its own output, or torchrun's, says why")
+                    raise UserError(
+                        f"{self._missing(joined)} did not come within {START_S:.0f} s: its own "
+                        "output, or torchrun's, says why"
+                    )
                 if waited > SILENT_S and self.rank == 0 and not reported:
                     reported = True
                     tell(f"waiting for {self._missing(joined)}, for up to {START_S:.0f} s")
                 time.sleep(0.02)
         except Terminated:
-            what = f"terminated while waiting for {self._missing(joined)}"
-            message = f"{what}; torchrun says which rank ended first"
+            message = (
+                f"terminated while waiting for {self._missing(joined)}; torchrun says which rank "
+                "ended first"
+            )
             raise RankLost(message, Terminated.exit_code) from None
 
     def _read_new(self, start: str, joined: dict[int, dict[str, Any]]) -> None:
@@ -149,8 +153,11 @@ class Meeting:
             joined[rank] = json.loads(self._records.get(f"{start} {rank}"))
             size = joined[rank]["size"]
             if size != self.size:
-                both = f"{size} on rank {rank} and {self.size} on rank {self.rank}"
-                self._refuse(start, f"WORLD_SIZE is {both}: start all ranks alike")
+                self._refuse(
+                    start,
+                    f"WORLD_SIZE is {size} on rank {rank} and {self.size} on rank {self.rank}: "
+                    "start all ranks alike",
+                )
         if self._records.check([f"{start} refused"]):
             raise UserError(self._records.get(f"{start} refused").decode())
 
@@ -182,9 +189,10 @@ def meet(init_method: str = "env://") -> Meeting:
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).strip().splitlines()[0]
-        what = f"rank {rank} could not be joined to the others at {address}"
-        hint = "MASTER_ADDR and MASTER_PORT: try another port, and give each process its own RANK"
-        raise NoMeeting(f"{what} ({hint}): {reason}") from None
+        raise NoMeeting(
+            f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
+            f"MASTER_PORT: try another port, and give each process its own RANK): {reason}"
+        ) from None
     _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]
 
@@ -200,9 +208,10 @@ def _of_this_attempt(store: Store) -> Store:
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        instead = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
-        why = "or an attempt would meet what the one before left"
-        raise NoMeeting(f"--max-restarts on {machines} machines: {instead}, {why}")
+        raise NoMeeting(
+            f"--max-restarts on {machines} machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "where torchrun is started, or an attempt would meet what the one before left"
+        )
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -239,8 +239,10 @@ class OtherRanks(Peers):
             status = self._board.statuses([rank])[rank]  # it may have published a last one
             found = found or self._board.trouble()
             if found is None and not status.left:
-                why = "killed from outside, by the system for its memory, or a crash"
-                text = f"rank {rank} is gone (process {status.pid} on {status.node}: {why})"
+                text = (
+                    f"rank {rank} is gone (process {status.pid} on {status.node}: killed from "
+                    "outside, by the system for its memory, or a crash)"
+                )
                 text += f"; it was last {status.place}"
                 found = self._end_with(self._board.report(Trouble(rank, "lost", text)))
         if found is not None and self._trouble is None:

@@ -104,9 +104,10 @@ class ProcessGroupWorld(World):
         ranks = ranks_that_differ(values)
         if ranks:
             usual = next(rank for rank in range(self.size) if rank not in ranks)
-            differ = f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from rank {usual} in {what}"
-            both = f"{values[ranks[0]]!r} there, {values[usual]!r} on rank {usual}"
-            raise RanksDiffer(f"{differ}: {both}")
+            raise RanksDiffer(
+                f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from rank {usual} in {what}: "
+                f"{values[ranks[0]]!r} there, {values[usual]!r} on rank {usual}"
+            )
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
@@ -169,8 +170,9 @@ def open_world(
         if trouble is not None:
             raise RankLost(trouble.reason, trouble.code) from None
         reason = str(error).strip().splitlines()[0]
-        what = f"the {meeting.size} processes have met, but not joined"
-        raise UserError(f"{what}: {reason}") from None
+        raise UserError(
+            f"the {meeting.size} processes have met, but not joined: {reason}"
+        ) from None
     world = ProcessGroupWorld(
         rank=dist.get_rank(),
         size=dist.get_world_size(),

@@ -100,8 +100,10 @@ def launched_size() -> int:
 def _number_of(variable: str) -> int:
     value = os.environ[variable]
     if not value.isdecimal():
-        what = f"the environment has {variable}={value:.40}, which is not a number"
-        raise UserError(f"{what}: start ranks with torchrun, or unset RANK and WORLD_SIZE")
+        raise UserError(
+            f"the environment has {variable}={value:.40}, which is not a number: start ranks with "
+            "torchrun, or unset RANK and WORLD_SIZE"
+        )
     return int(value)
 
 

@@ -138,10 +138,11 @@ def _check_cpu(plan: MemoryPlan, free: int) -> None:
     # Activations differ on a CPU, so they are not counted.
     needed = plan.at("optimizer") * world().local_size
     if needed > free:
-        what = "weights, optimizer states and gradients"
-        sizes = f"{what} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
-        plans = "to plan for a GPU: --dry-run --gpu-memory 80"
-        message = f"the model does not fit in CPU memory: {sizes}; {plans}\n\n{shown(plan)}"
+        message = (
+            "the model does not fit in CPU memory: weights, optimizer states and gradients take "
+            f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; to plan for a GPU: "
+            f"--dry-run --gpu-memory 80\n\n{shown(plan)}"
+        )
         raise UserError(message)
 
 
@@ -149,8 +150,10 @@ def _does_not_fit(run: PlannedRun, free: int) -> DoesNotFitError:
     """Return the error for a run that does not fit, with its smallest plan and ways to fit."""
     least = MemoryPlan(run, free, min(STEP, run.tokens))
     where, each = ("the GPU", "") if run.cards == 1 else (f"{run.cards} GPUs", " on each")
-    sizes = f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
-    why = f"even with micro-batches of {least.micro_batch.tokens} tokens it needs {sizes}"
+    why = (
+        f"even with micro-batches of {least.micro_batch.tokens} tokens it needs "
+        f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
+    )
     ways = _ways(run, free)
     nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
     advice = "\n".join(map(str, ways)) or nothing

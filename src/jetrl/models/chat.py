@@ -64,8 +64,9 @@ def encode_prompt(
     """
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
-        what = f"{where}: the model has no tokenizer"
-        raise UserError(f"{what}; set model.tokenizer to a directory that has one")
+        raise UserError(
+            f"{where}: the model has no tokenizer; set model.tokenizer to a directory that has one"
+        )
     if prompt.messages is not None:
         text, names = render_prompt(tokenizer, prompt, system_prompt, plain_text)
         token_ids = encode_text(tokenizer, text, where, begin=False, names=names)
@@ -228,8 +229,10 @@ def encode_turns(
             token_ids += [] if isinstance(turn.reply, str) else end
         else:
             if is_text:
-                what = "the prompt is a plain text, and the answer a message"
-                raise UserError(f"{where}: {what}; make both messages or both texts")
+                raise UserError(
+                    f"{where}: the prompt is a plain text, and the answer a message; make both "
+                    "messages or both texts"
+                )
             message = as_message(answer, where)
             token_ids = _encode_answer(tokenizer, message, said, where, plain_text)
         completion += token_ids

@@ -301,8 +301,9 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
         if type(item) is not int or not 0 <= item < _MOST_TOKENS:
-            what = f"{where} = {shown_value(value)}"
-            raise UserError(f"{what}: give a token id or a list of token ids")
+            raise UserError(
+                f"{where} = {shown_value(value)}: give a token id or a list of token ids"
+            )
     return tuple(values)
 
 
@@ -331,8 +332,9 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
         if count != 1:
-            what = f"config.json: {count} labels"
-            raise UserError(f"{what}; a reward model or critic has one (num_labels = 1)")
+            raise UserError(
+                f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
+            )
     return family, "score" if scores else "lm"
 
 
@@ -390,8 +392,10 @@ def _layers(hf: HfConfig, values: Json, family: str) -> tuple[LayerShape, ...]:
     kinds, without_rope = hf.layer_types or [], _layers_without_rope(hf, family)
     for number, kind in enumerate(kinds):
         if kind not in mixers:
-            what = f"config.json: layer_types.{number} = {shown_value(kind)}"
-            raise UserError(f"{what}: should be {' or '.join(map(repr, mixers))}")
+            raise UserError(
+                f"config.json: layer_types.{number} = {shown_value(kind)}: should be "
+                f"{' or '.join(map(repr, mixers))}"
+            )
     every = [*kinds, *[_ATTENTION] * count][:count]
     return tuple(
         LayerShape(mixers[kind], block.of_layer(number), number not in without_rope)

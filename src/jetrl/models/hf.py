@@ -249,8 +249,9 @@ class _StoredWeights(CodedWeights):
                 file = self._directory / hf_files.INDEX if len(files) > 1 else min(files)
                 file = next((self._files[name] for name in names if name in self._files), file)
                 tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
-                what = f"{file}: tensor {missing[0]} {list(part.shape)} is missing"
-                raise UserError(f"{what}; {asks}{tie}")
+                raise UserError(
+                    f"{file}: tensor {missing[0]} {list(part.shape)} is missing; {asks}{tie}"
+                )
             used |= {*names}
         unread = () if self._layout is None else self._layout.unread
         ignored = (*_IGNORED_SUFFIXES, *unread)
@@ -312,8 +313,10 @@ class _StoredWeights(CodedWeights):
                 stored = tuple(handle.get_slice(name).get_shape())
                 if stored not in shapes:
                     expected = " or ".join(str(list(shape)) for shape in shapes)
-                    has = f"has shape {list(stored)}, config.json expects {expected}"
-                    raise UserError(f"{file}: tensor {name} {has}")
+                    raise UserError(
+                        f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
+                        f"{expected}"
+                    )
                 tensor: Tensor = handle.get_tensor(name)
             return tensor.to(self._device)
         except (SafetensorError, OSError) as error:

@@ -294,8 +294,10 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     for name, tensor in tensors.items():
         # A NaN in an FP8 block makes its scale NaN, so codes need no check.
         if tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
-            what = f"no model is written: {name} has a NaN or an infinity"
-            raise NonFiniteError(f"{what}; export an earlier checkpoint")
+            raise NonFiniteError(
+                f"no model is written: {name} has a NaN or an infinity; export an earlier "
+                "checkpoint"
+            )
     try:
         save_safetensors(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:

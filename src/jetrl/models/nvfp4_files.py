@@ -144,8 +144,10 @@ def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
     for name, group in read.config_groups.items():
         format = group.format or read.format
         if format != _CT_FORMAT:
-            where = f"{_WHERE}.config_groups.{name}"
-            raise UserError(f"{where}: format = {shown_value(format)}: {_CT_FORMAT!r} is read")
+            raise UserError(
+                f"{_WHERE}.config_groups.{name}: format = {shown_value(format)}: {_CT_FORMAT!r} "
+                "is read"
+            )
     targets = [t for group in read.config_groups.values() for t in group.targets or ()]
     coded = () if "Linear" in targets else tuple(targets)
     return replace(_COMPRESSED_TENSORS, left_out=tuple(read.ignore or ()), coded=coded)
@@ -154,8 +156,11 @@ def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
 def check_quantization(quantization: Any) -> None:
     """Raise for a quantization_config that is neither NVFP4 nor FP8 in blocks of 128 x 128."""
     if quantization is not None and nvfp4_layout(quantization) is None:
-        read = "16 or 32 bits, FP8 in 128 x 128 blocks and NVFP4 are read"
-        checked(TypeAdapter(_Fp8), quantization, f"{_WHERE} ({read})")
+        checked(
+            TypeAdapter(_Fp8),
+            quantization,
+            f"{_WHERE} (16 or 32 bits, FP8 in 128 x 128 blocks and NVFP4 are read)",
+        )
 
 
 def layout_of(config: ModelConfig) -> NVFP4Layout | None:

@@ -29,8 +29,10 @@ def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int
     try:
         token_ids = [operator.index(token) for token in tokens]
     except TypeError:
-        what = "a list of token ids (`generate` takes a text or a Prompt, too)"
-        raise UserError(f"{where}: {tokens!r:.80} is not {what}") from None
+        raise UserError(
+            f"{where}: {tokens!r:.80} is not a list of token ids (`generate` takes a text or a "
+            "Prompt, too)"
+        ) from None
     for each in token_ids:
         if not 0 <= each < vocab_size:
             raise UserError(f"{where}: token id {each} is outside the vocabulary [0, {vocab_size})")

@@ -99,8 +99,9 @@ def base_of(path: str | Path, optional: bool = True) -> str | None:
             return None
         raise UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
     if not is_hub_name(base) and not os.path.isdir(base):
-        shown = f"{_BASE} = {shown_value(base)}"
-        raise UserError(f"{Path(path) / CONFIG}: {shown}: no such directory; {_NEEDED}")
+        raise UserError(
+            f"{Path(path) / CONFIG}: {_BASE} = {shown_value(base)}: no such directory; {_NEEDED}"
+        )
     return base
 
 
@@ -164,15 +165,18 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     """
     read, file = _read(path), Path(path) / CONFIG
     if read.task_type == "SEQ_CLS" and config.head == "lm":
-        instead = "an adapter of a language model has CAUSAL_LM"
-        raise UserError(f"{file}: task_type = SEQ_CLS is of a classifier; {instead}")
+        raise UserError(
+            f"{file}: task_type = SEQ_CLS is of a classifier; an adapter of a language model has "
+            "CAUSAL_LM"
+        )
     tensors = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
     for module in read.modules_to_save or ():
         # PEFT lists both names for any classifier.
         of_head = config.head == "score" and module in ("classifier", "score")
         if not of_head and not any(_is_saved(name, [module]) for name in tensors):
-            what = f"modules_to_save names {printable(module)}, which the model does not have"
-            raise UserError(f"{file}: {what}")
+            raise UserError(
+                f"{file}: modules_to_save names {printable(module)}, which the model does not have"
+            )
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
     given = read.target_modules

@@ -94,5 +94,7 @@ def check_same_tokenizer(
     ours, theirs = policy.get_vocab(), other.get_vocab()
     if ours != theirs:
         number, token = min((number, token) for token, number in ours.items() ^ theirs.items())
-        shown = f"{token!r} = {number} is a token of only one of them"
-        raise UserError(f"{where}: its tokenizer is not the policy's: {shown}")
+        raise UserError(
+            f"{where}: its tokenizer is not the policy's: {token!r} = {number} is a token of only "
+            "one of them"
+        )

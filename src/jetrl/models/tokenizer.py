@@ -83,8 +83,9 @@ def check_tokenizer_files(directory: Path) -> tuple[float, str]:
             stages += [("Precompiled", _NFKC)] * again
             growth *= math.prod(factor for _, factor in stages)
             if growth > most:
-                longest = f"more than {most} times as long"
-                raise UserError(f"{file}: {key}: it could make a text {longest}")
+                raise UserError(
+                    f"{file}: {key}: it could make a text more than {most} times as long"
+                )
             if key in encoding:
                 longer *= math.prod(factor for kind, factor in stages if kind in _WRITE)
                 if longer > _MUCH and not where:
@@ -152,8 +153,10 @@ def encode(
     split = {"split_special_tokens": True} if as_text else {}
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special, **split)
     if len(token_ids) > _MOST_TOKENS * (1 + len(text)):
-        counts = f"{len(token_ids):,} tokens of {len(text):,} characters"
-        raise UserError(f"the tokenizer makes {counts}; is its directory damaged?")
+        raise UserError(
+            f"the tokenizer makes {len(token_ids):,} tokens of {len(text):,} characters; is its "
+            "directory damaged?"
+        )
     return token_ids
 
 

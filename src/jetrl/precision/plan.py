@@ -165,8 +165,9 @@ class PrecisionPlan:
         if isinstance(name, PrecisionPlan):
             return name
         if name not in list(presets.PRESETS):  # a list: the name may be unhashable
-            what = f"precision preset {shown_value(name)}"
-            raise UserError(f"{what}: use one of {', '.join(presets.PRESETS)}")
+            raise UserError(
+                f"precision preset {shown_value(name)}: use one of {', '.join(presets.PRESETS)}"
+            )
         return PrecisionPlan(name, **presets.PRESETS[name]._asdict())
 
     @staticmethod

@@ -267,8 +267,9 @@ class RolloutEngine:
         if speculation not in MODES:
             raise UserError(f"speculation {speculation!r}: one of {', '.join(MODES)}")
         if speculation == "head" and draft_head is None:
-            what = "speculation 'head' needs a draft head"
-            raise UserError(f"{what}, which a run trains; use text, auto or off")
+            raise UserError(
+                "speculation 'head' needs a draft head, which a run trains; use text, auto or off"
+            )
         # GPU kernels support fixed sizes only.
         on_gpu = has_kernels(policy.device)
         if on_gpu:

@@ -135,8 +135,9 @@ def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> S
     if params.stop and decode is None:
         raise UserError(f"stop strings {list(params.stop)} need a tokenizer: set model.tokenizer")
     if max_turns > 1 and decode is None:
-        what = "a task with turns reads text"
-        raise UserError(f"{what}, and the model has no tokenizer: set model.tokenizer")
+        raise UserError(
+            "a task with turns reads text, and the model has no tokenizer: set model.tokenizer"
+        )
     return StopRules(
         max_tokens=params.max_tokens,
         token_ids=stops,

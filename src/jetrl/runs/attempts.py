@@ -106,8 +106,10 @@ class RunLock:
                 "folder on another file system, or mount this one with locks (Lustre: -o flock)"
             ) from None
         self._file.close()
-        what = f"run {path.name}: another process is writing {path}"
-        raise UserError(f"{what}; wait for it or stop it, or choose another run.name")
+        raise UserError(
+            f"run {path.name}: another process is writing {path}; wait for it or stop it, or "
+            "choose another run.name"
+        )
 
     @staticmethod
     def check(path: Path) -> None:

@@ -176,16 +176,20 @@ def check_start(settings: Settings, plan: Record, resume: bool) -> None:
     try:  # os.access is always True for root
         os.rmdir(tempfile.mkdtemp(prefix=".jetrl-", dir=above))
     except OSError as error:
-        why = f"cannot write into {above}: {error.strerror or error}; set run.dir"
-        raise UserError(f"run directory {path}: {why}") from None
+        raise UserError(
+            f"run directory {path}: cannot write into {above}: {error.strerror or error}; set "
+            "run.dir"
+        ) from None
 
 
 def check_readable(settings: Settings, plan: Record) -> None:
     """Raise if config.toml or plan.json could not be read back by a resume."""
     text = to_toml(settings)
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-        most = f"{MOST_BYTES / 2**20:g} MiB of config.toml that are read back"
-        raise UserError(f"the settings are larger than the {most}: name files in place of tables")
+        raise UserError(
+            f"the settings are larger than the {MOST_BYTES / 2**20:g} MiB of config.toml that are "
+            "read back: name files in place of tables"
+        )
     checked(schemas.RUN_CONFIG, tomllib.loads(text), "config.toml")
     checked(schemas.PLAN, json.loads(json.dumps(plan)), "plan.json")
 
@@ -200,8 +204,10 @@ def check_use(path: Path, resume: bool) -> None:
         )
     used = path.is_dir() and any(path.iterdir())
     if used and not resume and not _is_void(RunDirectory(path)):
-        what = f"run.name {path.name!r} is in use ({path}): choose another run.name, or"
-        raise UserError(f"{what} continue that run with --resume (in Python: resume=True)")
+        raise UserError(
+            f"run.name {path.name!r} is in use ({path}): choose another run.name, or continue "
+            "that run with --resume (in Python: resume=True)"
+        )
     if resume and not (path / "config.toml").is_file():
         raise UserError(
             f"nothing to resume: {path} is not a run directory; start it without --resume"
@@ -224,8 +230,10 @@ def _check_files(path: Path) -> None:
     for folder in (path, *(path / name for name in _FOLDERS)):
         for entry in sorted(folder.glob("*")):
             if os.path.exists(entry) and not (os.path.isfile(entry) or os.path.isdir(entry)):
-                what = "a pipe, a socket or a device, which no run writes"
-                raise UserError(f"{entry}: {what}; delete it, or choose another run.name")
+                raise UserError(
+                    f"{entry}: a pipe, a socket or a device, which no run writes; delete it, or "
+                    "choose another run.name"
+                )
 
 
 def _is_void(run: RunDirectory) -> bool:

@@ -220,8 +220,10 @@ def sample_of(record: Record) -> Sample:
     """
     line = RolloutLine.model_validate(record)
     if len(line.token_ids) != len(line.logprobs) or not line.prompt_token_ids:
-        counts = f"{len(line.prompt_token_ids)}, {len(line.token_ids)} and {len(line.logprobs)}"
-        raise ValueError(f"it has {counts} prompt tokens, tokens and log-probs")
+        raise ValueError(
+            f"it has {len(line.prompt_token_ids)}, {len(line.token_ids)} and {len(line.logprobs)} "
+            "prompt tokens, tokens and log-probs"
+        )
     return Sample(
         prompt=Prompt(
             id=line.prompt_id,

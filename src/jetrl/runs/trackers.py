@@ -105,8 +105,9 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
-        what = f"trackers.names: {name} is not installed ({error})"
-        raise UserError(f"{what}: pip install {name}") from None
+        raise UserError(
+            f"trackers.names: {name} is not installed ({error}): pip install {name}"
+        ) from None
 
 
 def _start(name: str, settings: TrackerSettings, path: Path, config: Json) -> Tracker:

@@ -179,8 +179,10 @@ class RunWriter(RunDirectory):
         following = step + (phase == "sft")  # an RL step's line may be only in its checkpoint
         if last >= following - 1:
             return []
-        lost = f"{self.metrics_file} has lost the lines of steps {last + 1} to {following - 1}"
-        note = f"{lost}; it continues with step {following}"
+        note = (
+            f"{self.metrics_file} has lost the lines of steps {last + 1} to {following - 1}; it "
+            f"continues with step {following}"
+        )
         logging.getLogger("jetrl").warning("%s", note)
         return [note]
 

@@ -131,8 +131,10 @@ class EpisodeSource(EngineSource):
                     yield several
             return
         if request.num_choices != 1:
-            what = f"{request.num_choices} completions in one request of an episode"
-            raise UserError(f"n: {what}; ask for each by itself")
+            raise UserError(
+                f"n: {request.num_choices} completions in one request of an episode; ask for each "
+                "by itself"
+            )
         prompt = request.prompts[0].token_ids
         taken = {call.occurrence for call in episode.calls if call.prompt == prompt}
         occurrence = next(i for i in itertools.count() if i not in taken)

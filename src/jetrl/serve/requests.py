@@ -189,8 +189,9 @@ def _without_neutral(
         allowed = NEUTRAL[key]
         if not any(value == one and type(value) in _like(one) for one in allowed):
             only = " or ".join(json.dumps(one) for one in allowed)
-            what = f"{where}{key}: only {only} is supported, not {shown_value(value)}"
-            raise UserError(f"{what}; leave it out")
+            raise UserError(
+                f"{where}{key}: only {only} is supported, not {shown_value(value)}; leave it out"
+            )
     return given
 
 
@@ -277,8 +278,9 @@ def _form(fields: _Answer) -> dict[str, bool]:
     options = dict(fields.stream_options)
     usage = options.pop("include_usage", False)
     if options:
-        unknown = f"stream_options.{next(iter(options))}"
-        raise UserError(f"{unknown}: no such field; there is: include_usage")
+        raise UserError(
+            f"stream_options.{next(iter(options))}: no such field; there is: include_usage"
+        )
     return {
         "stream": fields.stream,
         "usage": usage,
@@ -322,6 +324,8 @@ def _drawn(fields: _Sampling, required: SamplingParams | None) -> Json:
         return own
     for name in own.keys() & fields.model_fields_set:
         if own[name] != (asked := getattr(required, name)):
-            what = f"{name} = {own[name]}: this policy is in training and draws with {asked}"
-            raise UserError(f"{what} (rollout.{name}, or eval.{name}); leave it out")
+            raise UserError(
+                f"{name} = {own[name]}: this policy is in training and draws with {asked} "
+                f"(rollout.{name}, or eval.{name}); leave it out"
+            )
     return {name: getattr(required, name) for name in own}

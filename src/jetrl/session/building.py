@@ -211,8 +211,9 @@ def teacher_prompts(
         try:
             text = str(template).format(prompt=messages[-1]["content"], answer=prompt.answer)
         except (KeyError, IndexError, ValueError) as error:
-            fields = "a template has {prompt} and {answer}"
-            raise UserError(f"{where}: {fields}, not {error}") from None
+            raise UserError(
+                f"{where}: a template has {{prompt}} and {{answer}}, not {error}"
+            ) from None
         own = replace(prompt, text=text)
         if prompt.messages is not None:
             own = replace(prompt, messages=(*messages[:-1], {**messages[-1], "content": text}))
@@ -220,8 +221,10 @@ def teacher_prompts(
             teacher.tokenizer, own, settings.task.system_prompt, teacher.plain_text
         )
         if len(encoded) + settings.rollout.max_tokens > teacher.config.max_position_embeddings:
-            room = f"{teacher.config.max_position_embeddings} tokens of the teacher's context"
-            raise UserError(f"{where} and rollout.max_tokens do not fit in the {room}")
+            raise UserError(
+                f"{where} and rollout.max_tokens do not fit in the "
+                f"{teacher.config.max_position_embeddings} tokens of the teacher's context"
+            )
         if made.setdefault(inputs.token_ids, encoded) != encoded:
             raise UserError(f"{where}: another prompt has the same text, with another answer")
     return made

@@ -121,8 +121,10 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
     ]
     groups = [group for group in groups if group]
     if not groups:
-        what = f"the evaluation's {len(samples)} completions"
-        raise RunStopped(f"every reward function returned None for {what}, so there is no mean")
+        raise RunStopped(
+            f"every reward function returned None for the evaluation's {len(samples)} "
+            "completions, so there is no mean"
+        )
     rewards = np.concatenate(groups)
     solved = [(sum(reward >= threshold for reward in group), len(group)) for group in groups]
     ks = _numbers_of_completions(n)

@@ -47,8 +47,10 @@ def preference_examples(task: Task, model: Model, encoded: EncodedPrompt) -> Exa
         )
     is_pair = isinstance(texts, tuple | list) and len(texts) == 2
     if not is_pair or not all(isinstance(text, str | Mapping) for text in texts):
-        where = f"task {task.label}, prompt {encoded.prompt.id!r}"
-        raise UserError(f"{where}: its preference is not a pair of texts or messages")
+        raise UserError(
+            f"task {task.label}, prompt {encoded.prompt.id!r}: its preference is not a pair of "
+            "texts or messages"
+        )
     # Both sequences share the prompt; a reward model's scores are read at the last token.
     better, worse = (_encoded(model, encoded, [Turn(text)], "completion") for text in texts)
     return better, worse

@@ -37,8 +37,10 @@ def settings_of(
     setting.
     """
     if not isinstance(settings, Settings | str | Path | None):
-        what = f"settings: not {type(settings).__name__}"
-        raise UserError(f"{what}; give a recipe's path or a Settings, or model= and so on")
+        raise UserError(
+            f"settings: not {type(settings).__name__}; give a recipe's path or a Settings, or "
+            "model= and so on"
+        )
     columns = data.values() if isinstance(data, Mapping) else ()
     if any(isinstance(column, Sized) and not isinstance(column, str) for column in columns):
         raise UserError("data: a table of splits or columns; give the rows of one split, as dicts")
@@ -110,8 +112,10 @@ def _names(rewards: Any) -> list[str]:
     given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
     for reward in given:
         if not callable(reward) and not isinstance(reward, str):
-            what = f"rewards: {reward!r:.60} is not a function"
-            raise UserError(f"{what}; a reward model is reward={{'model_path': ..., 'model': 1.0}}")
+            raise UserError(
+                f"rewards: {reward!r:.60} is not a function; a reward model is "
+                "reward={'model_path': ..., 'model': 1.0}"
+            )
     # Functions with the same name are numbered.
     labels = [getattr(reward, "__name__", type(reward).__name__) for reward in given]
     return [

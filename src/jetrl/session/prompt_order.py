@@ -65,8 +65,10 @@ def with_steps(
     epoch, loop = count / settings.rollout.prompts_per_step, settings.loop
     if loop.epochs is not None:
         if loop.epochs * epoch > MOST_STEPS:
-            what = f"loop.epochs = {loop.epochs:g} is {loop.epochs * epoch:.3g} steps"
-            raise UserError(f"{what}, more than the maximum of {MOST_STEPS:.0e}")
+            raise UserError(
+                f"loop.epochs = {loop.epochs:g} is {loop.epochs * epoch:.3g} steps, more than the "
+                f"maximum of {MOST_STEPS:.0e}"
+            )
         loop = loop.model_copy(update={"steps": max(math.ceil(loop.epochs * epoch - 1e-9), 1)})
     note = f"{count:,} training prompts: an epoch is {epoch:,.4g} steps"
     if settings.sft.steps:

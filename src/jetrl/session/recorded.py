@@ -158,9 +158,11 @@ class RecordedRollouts:
         digest = self._lines.get(("rl", step))
         # Rank 0 reads: the run may be on a disk that only its machine has.
         samples = world().from_first("recorded", partial(read_samples, self.run, step, digest))
-        where = f"{self.run.rollouts_file(step)}: prompt"
         return [
-            self._checked(sample, policy, f"{where} {sample.prompt.id!r}") for sample in samples
+            self._checked(
+                sample, policy, f"{self.run.rollouts_file(step)}: prompt {sample.prompt.id!r}"
+            )
+            for sample in samples
         ]
 
     def _checked(self, sample: Sample, policy: Policy, where: str) -> Sample:
@@ -183,8 +185,9 @@ class RecordedRollouts:
         longest = self._settings.rollout.max_tokens
         if len(done.token_ids) > longest and not done.turns:
             count = len(done.token_ids)
-            needs = f"a completion has {count} tokens: set rollout.max_tokens={count} or more"
-            raise UserError(f"{where}: {needs}")
+            raise UserError(
+                f"{where}: a completion has {count} tokens: set rollout.max_tokens={count} or more"
+            )
         if policy.tokenizer is not None and not done.turns:
             # A text ends before a stop string, its tokens do not.
             text = decode(policy.tokenizer, done.token_ids)

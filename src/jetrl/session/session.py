@@ -180,8 +180,10 @@ class OpenRun:
             self._replay_buffer.load(self.run.directory, step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
-                done = f"Nothing to do: all {num_steps} steps are done."
-                notes.append(f"{done} To train longer, raise loop.steps.")
+                notes.append(
+                    f"Nothing to do: all {num_steps} steps are done. To train longer, raise "
+                    "loop.steps."
+                )
             if any(key.startswith("sft.") for key in self.run.directory.changed_settings):
                 notes.append("the supervised updates are done: changes to [sft] have no effect")
         # No step is saved yet: continue the warm-up, or start over.

@@ -266,8 +266,10 @@ class StepNotes:
         again = f"names the operation, `jetrl replay {self._run.directory.path}` runs it again"
         for part, of, more in (("critic", " of the critic", "has details"), ("policy", "", again)):
             if skipped := int(metrics.get(f"{part}/skipped_updates", 0)):
-                updates = f"{skipped} update{'s' * (skipped > 1)}{of}"
-                notes.append(f"{updates} not finite and skipped; log.txt {more}")
+                notes.append(
+                    f"{skipped} update{'s' * (skipped > 1)}{of} not finite and skipped; log.txt "
+                    f"{more}"
+                )
         if rollout_retries:
             notes.append("out of memory in rollout; sampling fewer sequences at a time now")
         if metrics.get("memory/train_retries"):
@@ -314,7 +316,8 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
     warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]
     if failures:
-        count = f"{len(failures)} of {len(samples)}"
-        warnings["failures"] = f"{count} completions could not be scored: {failures[0]}"
+        warnings["failures"] = (
+            f"{len(failures)} of {len(samples)} completions could not be scored: {failures[0]}"
+        )
     of_data = [note.removeprefix(WARNING) for note in context.notes if note.startswith(WARNING)]
     return samples, [*of_data, *warnings.values()]

@@ -149,8 +149,9 @@ class Watchdog:
             self._end_later(LAST_WORDS_S, file)
             before = self._longest.get(phase)
             longest = "it has never completed" if before is None else f"{before:.1f} s before"
-            limits = f"limit {limit:.1f} s; longest silence of this phase: {longest}"
-            self._print_stacks(file, f"{why}\n{limits}")
+            self._print_stacks(
+                file, f"{why}\nlimit {limit:.1f} s; longest silence of this phase: {longest}"
+            )
             # Report first what cannot hang, then what needs the disk, then GPU memory.
             self._give_up(f"{why}; the stacks are in {self._path}")
             print("\n".join(["", *self._state()]), file=file)

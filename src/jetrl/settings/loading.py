@@ -136,8 +136,10 @@ def find_recipe(recipe: str | Path) -> Path:
     if (RECIPES / f"{name}.toml").is_file() and "/" not in name:
         return RECIPES / f"{name}.toml"
     if (path / "config.toml").is_file():
-        command = f"jetrl train run.name={path.name} --resume"
-        raise UserError(f"recipe {path}: a run directory; to resume it: {command}")
+        raise UserError(
+            f"recipe {path}: a run directory; to resume it: jetrl train run.name={path.name} "
+            "--resume"
+        )
     if path.is_dir():
         raise UserError(f"recipe {path}: a folder, not a TOML file")
     if ".py:" in str(recipe):
@@ -213,8 +215,10 @@ def _apply_override(tree: Tree, override: str, origins: Origins) -> None:
         key = f"{key}.{SHORT[key]}"
     elif key in Settings.model_fields:
         section_model = typing.cast(type[BaseModel], Settings.model_fields[key].annotation)
-        first = f"{key}.{next(iter(section_model.model_fields))}"
-        raise UserError(f"override {override!r}: {key} is a section; name a key, such as {first}")
+        raise UserError(
+            f"override {override!r}: {key} is a section; name a key, such as "
+            f"{key}.{next(iter(section_model.model_fields))}"
+        )
     for replaced in [other for other in origins if other.startswith(f"{key}.")]:
         del origins[replaced]
     origins[key] = f"override {override!r}"
@@ -274,8 +278,10 @@ def _check_tree(
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
                 where = origin(full, origins)
-                what = f"{full} is a section: write [{full}] above its keys"
-                raise UserError(f"{where}: {what} (in Python: give a dict)")
+                raise UserError(
+                    f"{where}: {full} is a section: write [{full}] above its keys (in Python: "
+                    "give a dict)"
+                )
             _check_tree(value, section, (*path, key), origins)
         else:
             _reject_unwritable(full, value, origins)

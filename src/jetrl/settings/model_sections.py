@@ -116,8 +116,10 @@ class RewardSettings(Section):
         if not self.rule and not self.model:
             raise ValueError("reward.rule and reward.model are both 0: every reward would be 0")
         if self.model and self.model_path is None:
-            need = "reward.model_path, a directory that `jetrl sft --task reward` writes"
-            raise ValueError(f"reward.model = {self.model} needs {need}")
+            raise ValueError(
+                f"reward.model = {self.model} needs reward.model_path, a directory that `jetrl "
+                "sft --task reward` writes"
+            )
         if self.model_path is not None and not self.model:
             raise ValueError("reward.model_path is set, but reward.model = 0: give it a weight")
         if self.offload and self.model_path is None:
@@ -194,6 +196,7 @@ class AdapterSettings(Section):
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:
-                instead = "set adapter.kind=lora too, or leave it out"
-                raise ValueError(f"adapter.{key} is set: {instead}")
+                raise ValueError(
+                    f"adapter.{key} is set: set adapter.kind=lora too, or leave it out"
+                )
         return self

@@ -52,8 +52,10 @@ class Section(BaseModel):
     )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        instead = f"create new ones: jetrl.load_config(settings, ['SECTION.{name}=...'])"
-        raise UserError(f"settings are immutable, cannot set {name} = {value!r:.60}; {instead}")
+        raise UserError(
+            f"settings are immutable, cannot set {name} = {value!r:.60}; create new ones: "
+            f"jetrl.load_config(settings, ['SECTION.{name}=...'])"
+        )
 
 
 def without_none(value: Any) -> Any:

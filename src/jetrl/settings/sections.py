@@ -197,8 +197,10 @@ class DataSettings(Section):
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and getattr(self, other) != reader:
-                has = f"data.{other} = {getattr(self, other)}: set data.{other}={reader}"
-                raise ValueError(f"data.{key} = {value} has no effect with {has}")
+                raise ValueError(
+                    f"data.{key} = {value} has no effect with data.{other} = "
+                    f"{getattr(self, other)}: set data.{other}={reader}"
+                )
         return self
 
 
@@ -649,5 +651,7 @@ class Settings(Section):
                     f"at least {tokens // rollout.page_size + 1} pages"
                 )
             if isinstance(context, int) and context <= tokens:
-                where = f"the model's context of {context} (model.config.max_position_embeddings)"
-                yield f"{key} = {tokens} leaves no room for a prompt in {where}"
+                yield (
+                    f"{key} = {tokens} leaves no room for a prompt in the model's context of "
+                    f"{context} (model.config.max_position_embeddings)"
+                )

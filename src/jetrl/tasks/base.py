@@ -235,8 +235,10 @@ class Task:
         """Raise UserError unless `split` is one of `splits`."""
         if split not in self.splits:
             known = ", ".join(map(repr, self.splits))
-            what = f"task {self.label}: no split {split!r}; it has {known}"
-            raise UserError(f"{what}; task.split and task.eval_split name one each")
+            raise UserError(
+                f"task {self.label}: no split {split!r}; it has {known}; task.split and "
+                "task.eval_split name one each"
+            )
 
 
 def to_stops(value: object, where: str) -> tuple[str, ...]:

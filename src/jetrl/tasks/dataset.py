@@ -100,9 +100,11 @@ class _RowFields:
         for field in _FIELD.findall(self.template or ""):
             for role in ("answer", "demonstration", "chosen", "rejected"):
                 if f"{self.name(row, role)}.".startswith(f"{field}."):
-                    what = f"takes {{{field}}}, the field of task.options.{role}"
-                    other = f"put spaces inside to write it as it is: {{ {field} }}"
-                    raise UserError(f"task.options.template {what}; take it out, or {other}")
+                    raise UserError(
+                        f"task.options.template takes {{{field}}}, the field of "
+                        f"task.options.{role}; take it out, or put spaces inside to write it as "
+                        f"it is: {{ {field} }}"
+                    )
 
     def question(self, row: Row, where: str) -> Any:
         """Return a row's question: text or messages."""
@@ -120,8 +122,10 @@ class _RowFields:
     def _fill(self, row: Row, field: str, where: str) -> str:
         value = _value(row, field, where, "task.options.template takes it")
         if isinstance(value, Mapping) or are_messages(as_messages(value, field, where)):
-            needs = f"not a text that task.options.template could take{_parts(field, value)}"
-            raise UserError(f"{where}: field {field!r} is {value!r:.60}, {needs}")
+            raise UserError(
+                f"{where}: field {field!r} is {value!r:.60}, not a text that "
+                f"task.options.template could take{_parts(field, value)}"
+            )
         return str(value)
 
     def text(self, row: Row, role: str, where: str) -> str | None:
@@ -159,8 +163,10 @@ class _RowFields:
             return turns
         if self.names[role] is None:
             return None
-        needs = "one message of the assistant, after those of the prompt or alone, with a text"
-        raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
+        raise UserError(
+            f"{where}: field {name!r} (the {role}): expected one message of the assistant, after "
+            "those of the prompt or alone, with a text"
+        )
 
     def template_fields(self, row: Row, where: str, is_chat: bool) -> Json:
         """Return a row's tools and chat-template arguments, which plain text does not support."""
@@ -252,8 +258,10 @@ class Dataset(Task):
         self._check = get_checker(checker, pattern, strict, weights, answer)
         self.reward_calls = self._check.calls
         if self.reward_calls and type(self).score is not Dataset.score:
-            what = f"{type(self).__name__} has a score of its own, which gets one completion"
-            raise UserError(f"{what}; {self.reward_calls[0]} needs all of a step: give one of them")
+            raise UserError(
+                f"{type(self).__name__} has a score of its own, which gets one completion; "
+                f"{self.reward_calls[0]} needs all of a step: give one of them"
+            )
         self._checkers, self._strict = names, strict
         self._own_splits = splits_of(path)
         if self._own_splits:
@@ -288,8 +296,10 @@ class Dataset(Task):
         if self._own_splits is not None or split == ALL:
             return ""
         total = sum(1 for _ in read_rows(self.path, split, self.config))
-        some = f"{split} is {len([*self.prompts(split)])} of its {total} examples"
-        return f"{self.path} has no splits: {some} (task.options.test_share = {self.test_share:g})"
+        return (
+            f"{self.path} has no splits: {split} is {len([*self.prompts(split)])} of its {total} "
+            f"examples (task.options.test_share = {self.test_share:g})"
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         self._require_answer(prompt)
@@ -315,10 +325,11 @@ class Dataset(Task):
     def _require_answer(self, prompt: Prompt) -> None:
         if prompt.answer is None and self._fields.needs_answer:
             checker = self._checkers[0]
-            what = f"{self.path}: checker {checker!r} needs an answer, and row {prompt.id} has"
-            named = "name the answer's field in task.options.answer"
-            instead = "set task.options.checker (file.py:function, or zero if you only fine-tune)"
-            raise UserError(f"{what} none: {named}, or {instead}")
+            raise UserError(
+                f"{self.path}: checker {checker!r} needs an answer, and row {prompt.id} has none: "
+                "name the answer's field in task.options.answer, or set task.options.checker "
+                "(file.py:function, or zero if you only fine-tune)"
+            )
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return the answer read by the verifier `math`; None for other verifiers."""
@@ -348,8 +359,10 @@ class Dataset(Task):
         keys = [content_key(self._fields.question(row, where)) for row, where in rows]
         held_out = held_out_keys(keys, self.test_share, self.seed)
         if split == "test" and rows and not held_out:
-            what = f"task.path = {self.path}: its {len(rows)} examples ask one and the same prompt"
-            raise UserError(f"{what}; nothing can be held out: add others, or set eval.every = 0")
+            raise UserError(
+                f"task.path = {self.path}: its {len(rows)} examples ask one and the same prompt; "
+                "nothing can be held out: add others, or set eval.every = 0"
+            )
         chosen = zip(rows, keys, strict=True)
         return [row for row, key in chosen if (key in held_out) == (split == "test")]
 
@@ -368,8 +381,10 @@ class Dataset(Task):
         elif answer is not None and fields.needs_answer and is_nothing(answer):
             what = f"{where}: field {fields.name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "says that there is none, and a completion would be paid for it"
-            own = "compare it in a function of your own (task.options.checker = file.py:function)"
-            raise UserError(f"{what}, which {why}; fill it, drop the row, or {own}")
+            raise UserError(
+                f"{what}, which {why}; fill it, drop the row, or compare it in a function of your "
+                "own (task.options.checker = file.py:function)"
+            )
         prompt_id = fields.text(row, "id", where) or number
         field = f"{where}: field {fields.name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:

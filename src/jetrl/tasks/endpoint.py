@@ -139,8 +139,10 @@ class Endpoint(Task):
     def reward(self, prompt: Prompt, result: object) -> Score:
         """Return the score of an episode; raise ScoreError if the harness gave none."""
         if result is None:
-            what = f"the harness returned no reward for row {prompt.id!r}"
-            raise ScoreError(f"{what}: return a number, or an object with `reward` and parts")
+            raise ScoreError(
+                f"the harness returned no reward for row {prompt.id!r}: return a number, or an "
+                "object with `reward` and parts"
+            )
         if isinstance(result, Mapping):
             if result.get("reward") is None:
                 raise ScoreError(f"the harness returned an object without `reward`: {result!r:.80}")

@@ -245,8 +245,10 @@ class Benchmark(Task):
             random.Random(f"{self.seed}:{number}").shuffle(order)
             choices, letter = [choices[i] for i in order], LETTERS[order.index(0)]
         if not 2 <= len(choices) <= len(LETTERS) or letter not in LETTERS[: len(choices)]:
-            given = f"{len(choices)} choices, and {letter!r:.40} as the right one"
-            raise UserError(f"{where}: {given}; give 2 to {len(LETTERS)}, and the letter of one")
+            raise UserError(
+                f"{where}: {len(choices)} choices, and {letter!r:.40} as the right one; give 2 to "
+                f"{len(LETTERS)}, and the letter of one"
+            )
         return choices, letter
 
 

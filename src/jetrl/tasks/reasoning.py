@@ -71,8 +71,9 @@ class ReasoningGym(Task):
                     dataset, size=number, seed=seed + start, **options
                 )
         except Exception as error:
-            problem = f"does not take these options: {describe_error(error)}"
-            raise UserError(f"reasoning_gym:{dataset} {problem}") from error
+            raise UserError(
+                f"reasoning_gym:{dataset} does not take these options: {describe_error(error)}"
+            ) from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return prompts with ids `train-0`, ..., generated lazily.
@@ -83,8 +84,10 @@ class ReasoningGym(Task):
         if split == "train":
             return self._train_prompts()
         if not self._test_prompts:
-            what = f"reasoning_gym:{self.name}: every draw asks the same, nothing can be held out"
-            raise UserError(f"{what}; set options that make more questions, or eval.every = 0")
+            raise UserError(
+                f"reasoning_gym:{self.name}: every draw asks the same, nothing can be held out; "
+                "set options that make more questions, or eval.every = 0"
+            )
         return list(self._test_prompts)
 
     def _train_prompts(self) -> Iterator[Prompt]:
@@ -95,8 +98,10 @@ class ReasoningGym(Task):
                 left = True
                 yield prompt
         if not left:
-            what = f"reasoning_gym:{self.name}: every draw for training is a test question"
-            raise UserError(f"{what}; raise task.options.size or lower task.options.test_size")
+            raise UserError(
+                f"reasoning_gym:{self.name}: every draw for training is a test question; raise "
+                "task.options.size or lower task.options.test_size"
+            )
 
     def _draws(self, split: str) -> Iterator[Prompt]:
         data = self._data[split]

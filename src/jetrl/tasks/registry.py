@@ -72,8 +72,10 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
         raise UserError(f"task {task.label}: prompts({split!r}) returned nothing: add the return")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
-            what = f"item {number} of prompts({split!r}) is no Prompt but {str(prompt)[:60]!r}"
-            raise UserError(f"task {task.label}: {what}; write Prompt(id=..., text=...)")
+            raise UserError(
+                f"task {task.label}: item {number} of prompts({split!r}) is no Prompt but "
+                f"{str(prompt)[:60]!r}; write Prompt(id=..., text=...)"
+            )
     return prompts
 
 
@@ -269,8 +271,10 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
             raise UserError(f"task {name} names rows, and so does task.path = {path}: give one")
         return build(Dataset, "dataset", {**options, "path": name})
     if benchmark is None:
-        also = "also possible: rows such as mine.jsonl, reasoning_gym:NAME, file.py:Class"
-        raise UserError(f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} ({also})")
+        raise UserError(
+            f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} (also possible: rows "
+            "such as mine.jsonl, reasoning_gym:NAME, file.py:Class)"
+        )
     return build(Benchmark, name, {**options, "set": benchmark})
 
 

@@ -141,8 +141,10 @@ class Rewards:
     ) -> None:
         factors = [1.0] * len(functions) if weights is None else weights
         if len(factors) != len(functions):
-            what = f"{len(factors)} weights for {len(functions)} reward functions"
-            raise UserError(f"task.options.weights: {what} ({', '.join(functions)})")
+            raise UserError(
+                f"task.options.weights: {len(factors)} weights for {len(functions)} reward "
+                f"functions ({', '.join(functions)})"
+            )
         self._factors = dict(zip(functions, factors, strict=True))
         self._as_parts = as_parts
         self._together: dict[str, UserFunction] = {}
@@ -241,9 +243,10 @@ def _numbers(name: str, values: Any, count: int) -> list[float | None]:
     """Return a function's rewards, one per completion; NaN becomes None, as in TRL."""
     items = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
     if len(items) != count:
-        kind = f"{values!r:.60} ({type(values).__name__})"
-        rule = f"give a list with a number or None per completion, {count} here"
-        raise ScoreError(f"reward function {name} returned {kind}; {rule}")
+        raise ScoreError(
+            f"reward function {name} returned {values!r:.60} ({type(values).__name__}); give a "
+            f"list with a number or None per completion, {count} here"
+        )
     what = f"reward function {name}: completion {{}} of {count}"
     return [
         None if _is_none(item) else to_number(item, what.format(number))

@@ -156,8 +156,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
         for row in reader:
             where = f"{file}, line {reader.line_num}"
             if None in row or None in row.values():
-                wrong = f"not one value for each of the header's {len(header)} columns"
-                raise UserError(f"{where}: {wrong}")
+                raise UserError(
+                    f"{where}: not one value for each of the header's {len(header)} columns"
+                )
             yield row, where
     except csv.Error as error:
         raise UserError(f"{file}, after line {reader.line_num}: not CSV: {error}") from None
@@ -181,9 +182,10 @@ def _loads(text: str, file: Path, line: int = 1) -> Any:
         half = error.object[error.start : error.end]
         raise UserError(f"{file}, line {line}: {half!r} is half of a character") from None
     except json.JSONDecodeError as error:
-        where = f"{file}, line {line + error.lineno - 1}"
-        form = "; write one object per line, or one array of objects"
-        raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno}){form}") from None
+        raise UserError(
+            f"{file}, line {line + error.lineno - 1}: not JSON: {error.msg} (column "
+            f"{error.colno}); write one object per line, or one array of objects"
+        ) from None
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
         raise UserError(f"{file}, line {line}: not JSON that can be read: {error}") from None
 
@@ -269,5 +271,6 @@ def import_package(name: str, why: str, extra: str = "data") -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        needs = f"it needs {name.partition('.')[0]}: pip install 'jetrl[{extra}]' ({error})"
-        raise UserError(f"{why}: {needs}") from error
+        raise UserError(
+            f"{why}: it needs {name.partition('.')[0]}: pip install 'jetrl[{extra}]' ({error})"
+        ) from error

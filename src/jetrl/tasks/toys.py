@@ -32,8 +32,10 @@ def _only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Promp
         raise UserError(f"{file}: no lines; each is an object with the id of a prompt")
     unknown = sorted(chosen.difference(prompt.id for prompt in prompts))
     if unknown:
-        what = f"no training prompt {unknown[0]!r} ({len(unknown)} such)"
-        raise UserError(f"{file}: {what}; were these ids drawn with other options of task {label}?")
+        raise UserError(
+            f"{file}: no training prompt {unknown[0]!r} ({len(unknown)} such); were these ids "
+            f"drawn with other options of task {label}?"
+        )
     return [prompt for prompt in prompts if prompt.id in chosen]
 
 
@@ -102,9 +104,10 @@ class Arithmetic(MadeUp):
         if self.reverse:
             prompt = self._prompt(min(20, top), "+" if "+" in self.operators else "-", min(5, top))
             answer = prompt.answer or ""
-            what = f"{prompt.text}{answer} is right"
-            why = f"since {answer} read from its end is {answer[::-1]}"
-            self.reading = f"answers are written backwards, lowest digit first: {what}, {why}"
+            self.reading = (
+                f"answers are written backwards, lowest digit first: {prompt.text}{answer} is "
+                f"right, since {answer} read from its end is {answer[::-1]}"
+            )
 
     def made_up(self, split: str) -> list[Prompt]:
         """Return prompts such as `Prompt(id="7+25", text="07+25=", answer="230")`."""

@@ -39,8 +39,10 @@ def load_task_class(file: Path, class_name: str) -> type[Task]:
         tasks = [key for key, value in classes.items() if issubclass(value, Task)]
         raise UserError(f"task file {file}: no class {class_name!r}{nearest(class_name, tasks)}")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
-        instead = f"write `class {class_name}(Task):` with `from jetrl.tasks import Task`"
-        raise UserError(f"{file}: {class_name} is not a Task; {instead}")
+        raise UserError(
+            f"{file}: {class_name} is not a Task; write `class {class_name}(Task):` with `from "
+            "jetrl.tasks import Task`"
+        )
     return cls
 
 
@@ -123,6 +125,8 @@ def name_of(thing: Any, name: str = "") -> str:
 def live(name: str, key: str) -> Any:
     """Return the object that a setting names with PREFIX; raise UserError in another program."""
     if name not in _objects:
-        what = f"{key} = {name}: an object of the Python program that began the run"
-        raise UserError(f"{what}; start or resume it there, or put it into a file (mine.py:NAME)")
+        raise UserError(
+            f"{key} = {name}: an object of the Python program that began the run; start or resume "
+            "it there, or put it into a file (mine.py:NAME)"
+        )
     return _objects[name]

@@ -213,8 +213,10 @@ def check_rewards(
     group_N = np.asarray(groups, dtype=np.int64)
     for i, reward in enumerate(rewards):
         if reward is not None and not abs(reward) <= MOST_REWARD:  # also true for NaN
-            what = f"the reward of sample {i} (group {group_N[i]}) is {reward}"
-            raise UserError(f"{what}; it must be a finite number within {MOST_REWARD:.3g}")
+            raise UserError(
+                f"the reward of sample {i} (group {group_N[i]}) is {reward}; it must be a finite "
+                f"number within {MOST_REWARD:.3g}"
+            )
     return reward_N, group_N
 
 

@@ -78,8 +78,10 @@ def training_graphs(model: Model, train: TrainSettings) -> UpdateGraphs | None:
     captured = captures_updates(train, model.config, model.plan, world().size, frozen)
     if model.device.type != "cuda" or backend_for(model.device) is not HOPPER:
         if train.graphs == "on":
-            where = f"only {HOPPER.gpus} capture updates"
-            raise UserError(f"train.graphs = on: {where}; use train.graphs=auto, or off")
+            raise UserError(
+                f"train.graphs = on: only {HOPPER.gpus} capture updates; use train.graphs=auto, "
+                "or off"
+            )
         return None
     return UpdateGraphs(model, GraphCapture(model.device)) if captured else None
 

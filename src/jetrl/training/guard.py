@@ -147,8 +147,10 @@ class Watch:
             return
         # Compute the first row and the count only once per search.
         rows = (~finite).reshape(len(finite), -1).any(1) if finite.dim() else ~finite[None]
-        values = f"{int((~finite).sum())} of {finite.numel()} values"
-        self.first = f"{what}, first in row {int(rows.nonzero()[0])} ({values})"
+        self.first = (
+            f"{what}, first in row {int(rows.nonzero()[0])} ({int((~finite).sum())} of "
+            f"{finite.numel()} values)"
+        )
 
 
 @contextlib.contextmanager

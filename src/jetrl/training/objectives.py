@@ -392,8 +392,10 @@ def _piece(name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: J
     arguments = _arguments(function)
     for key, argument in arguments.items():
         if argument.default is inspect.Parameter.empty and key not in values:
-            default = f"a default in its record: Algorithm(options={{{key!r}: ...}})"
-            raise UserError(f"{name} needs algorithm.options.{key}, or {default}")
+            raise UserError(
+                f"{name} needs algorithm.options.{key}, or a default in its record: "
+                f"Algorithm(options={{{key!r}: ...}})"
+            )
     options = {key: values[key] for key in arguments if key in values}
     if isinstance(piece, str):
         return partial(function, **options)
@@ -410,8 +412,9 @@ def load_algorithm(name: str) -> algorithms.Algorithm:
     file = Path(path)
     check_trusted(file)
     if not file.is_file():
-        where = "paths start at the working folder"
-        raise UserError(f"algorithm.name = {name}: no such file ({where})")
+        raise UserError(
+            f"algorithm.name = {name}: no such file (paths start at the working folder)"
+        )
     # A fresh module per load, so that nothing is shared with an earlier load.
     spec = importlib.util.spec_from_file_location(f"jetrl_user_algorithm_{file.stem}", file)
     assert spec is not None  # the path ends in .py
@@ -423,8 +426,9 @@ def load_algorithm(name: str) -> algorithms.Algorithm:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
         line = lines[-1] if lines else getattr(error, "lineno", None)
-        problem = f"line {line}: {type(error).__name__}: {error}"
-        raise UserError(f"algorithm file {file}, {problem}") from error
+        raise UserError(
+            f"algorithm file {file}, line {line}: {type(error).__name__}: {error}"
+        ) from error
     algorithm = getattr(module, member, None)
     if isinstance(algorithm, algorithms.Algorithm):
         return algorithm
@@ -455,8 +459,9 @@ class UsersFunction:
             place = f"{last.filename}, line {last.lineno}"
             if last.filename == __file__:  # the call itself failed
                 place = "it is called with one argument, and with algorithm.options by name"
-            raised = f"{type(error).__name__}: {error} ({place})"
-            raise self._error(f"{subject} raised {raised}") from error
+            raise self._error(
+                f"{subject} raised {type(error).__name__}: {error} ({place})"
+            ) from error
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"algorithm.name = {self.name}: {problem}")

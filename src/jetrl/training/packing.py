@@ -51,8 +51,10 @@ def check_samples(samples: Sequence[Sample], exact: bool) -> None:
             raise UserError(f"{where}: {needs}, not {len(done.versions)} for {count} tokens")
         for start, end in done.environment:
             if not 0 <= start <= end <= count:
-                what = f"Completion.environment = [{start}, {end}) is not inside its {count} tokens"
-                raise UserError(f"{where}: {what}")
+                raise UserError(
+                    f"{where}: Completion.environment = [{start}, {end}) is not inside its "
+                    f"{count} tokens"
+                )
         if exact and not done.versions:
             continue
         logprobs = np.asarray(done.logprobs, dtype=np.float64)
@@ -85,8 +87,9 @@ def choose_minibatches(
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Return ascending sample numbers per update; each sample once, in whole groups if possible."""
     if len(groups) < num_minibatches:
-        setting = f"train.updates_per_step = {num_minibatches}"
-        raise UserError(f"lower {setting}: only {len(groups)} samples")
+        raise UserError(
+            f"lower train.updates_per_step = {num_minibatches}: only {len(groups)} samples"
+        )
     # Split by groups if there are enough, else by samples.
     units = _members(groups)
     if len(units) < num_minibatches:

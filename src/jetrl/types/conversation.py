@@ -39,9 +39,10 @@ def as_messages(value: Any, field: str, where: str) -> Any:
     if are_messages(parsed):
         return parsed
     if _LIKE_MESSAGES.match(value):
-        what = f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages"
-        why = "is not the JSON of a list of them, each with role and content"
-        raise UserError(f"{what} and {why}; store a list")
+        raise UserError(
+            f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages and "
+            "is not the JSON of a list of them, each with role and content; store a list"
+        )
     return value
 
 
@@ -102,8 +103,10 @@ def _tool_call(call: object, where: str) -> Json:
         return dict(call)
     arguments = _parsed(function["arguments"] or {})  # some models write "" for none
     if not isinstance(arguments, Mapping):
-        what = f"the arguments of tool_calls, {function['name']!r}, are {arguments!r:.60}"
-        raise UserError(f"{where}: {what}; give an object, or its JSON")
+        raise UserError(
+            f"{where}: the arguments of tool_calls, {function['name']!r}, are {arguments!r:.60}; "
+            "give an object, or its JSON"
+        )
     function = {**function, "arguments": dict(arguments)}
     return {**call, "function": function} if "function" in call else function
 
@@ -113,8 +116,10 @@ def as_tools(value: object, where: str) -> tuple[Json, ...]:
     tools = _parsed(value or ())
     if isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools):
         return tuple(tools)
-    schemas = "a list of JSON schemas (transformers.utils.get_json_schema makes one of a function)"
-    raise UserError(f"{where}: {value!r:.60} is not {schemas}")
+    raise UserError(
+        f"{where}: {value!r:.60} is not a list of JSON schemas "
+        "(transformers.utils.get_json_schema makes one of a function)"
+    )
 
 
 def as_template_args(value: object, where: str) -> Json:
@@ -142,8 +147,10 @@ def refuse_media(row: Message, where: str) -> None:
         # `datasets` stores a picture so, and decodes it with PIL.
         stored = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
         if stored or type(first).__module__.startswith("PIL.") or _MEDIA.fullmatch(column):
-            what = f"{where}: column {column!r} has pictures, sounds or videos"
-            raise UserError(f"{what}, and {_TEXT_ONLY}: drop the column, or such rows")
+            raise UserError(
+                f"{where}: column {column!r} has pictures, sounds or videos, and {_TEXT_ONLY}: "
+                "drop the column, or such rows"
+            )
 
 
 def shown_message(message: Message) -> str:

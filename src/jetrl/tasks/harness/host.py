@@ -186,8 +186,10 @@ class _Harness:
         try:
             return json.loads(last)
         except ValueError:
-            what = "its last line must be the reward, a number or an object of JSON"
-            raise ValueError(f"{self._command[0]} printed {last[:200]!r}: {what}") from None
+            raise ValueError(
+                f"{self._command[0]} printed {last[:200]!r}: its last line must be the reward, a "
+                "number or an object of JSON"
+            ) from None
 
     def _end(self, pid: int) -> None:
         """End a command with all that it started."""

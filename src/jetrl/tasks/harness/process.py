@@ -82,8 +82,7 @@ class HarnessProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            what = f"task.options.python = {spec.python}"
-            raise UserError(f"{what}: {error.strerror}") from None
+            raise UserError(f"task.options.python = {spec.python}: {error.strerror}") from None
         self._readers = [
             threading.Thread(target=read, daemon=True) for read in (self._listen, self._log)
         ]

@@ -256,8 +256,9 @@ class WorkerProcess:
     def _failed_start(self, failure: str, died: bool) -> None:
         self._deaths_at_start += died
         if not died or self._deaths_at_start > 1:
-            what = f"task {self.setup.name}: its scoring worker did not start"
-            raise self._no_start(f"{what}: {failure}")
+            raise self._no_start(
+                f"task {self.setup.name}: its scoring worker did not start: {failure}"
+            )
         logger.warning("a scoring worker died while it started, and is started again: %s", failure)
 
     def _no_start(self, why: str) -> UserError | RunStopped:

@@ -355,9 +355,11 @@ class Scorer:
             return pickle.dumps(item)
         except Exception as error:
             prompt = item.answers[0].prompt if isinstance(item, CallItem) else item.prompt
-            where = f"task {self._task.label}, prompt {prompt.id!r}"
-            why = f"its metadata cannot be sent to a scoring worker ({describe_error(error)})"
-            raise UserError(f"{where}: {why}; use plain data there, or task.workers=0") from error
+            raise UserError(
+                f"task {self._task.label}, prompt {prompt.id!r}: its metadata cannot be sent to a "
+                f"scoring worker ({describe_error(error)}); use plain data there, or "
+                "task.workers=0"
+            ) from error
 
     def _self_test(self, group: int) -> None:
         label = self._task.label
@@ -373,8 +375,10 @@ class Scorer:
             if result.failure:
                 raise UserError(f"task {label} cannot score {what}: {result.failure}")
             if expected is not None and result.score.reward != expected:
-                wrong = f"a reward of {result.score.reward} instead of {expected}"
-                raise UserError(f"task {label} gives {what} {wrong}: its checker fails here")
+                raise UserError(
+                    f"task {label} gives {what} a reward of {result.score.reward} instead of "
+                    f"{expected}: its checker fails here"
+                )
 
     def _test_steps(self, cases: Sequence[tuple[Prompt, str]]) -> None:
         prompts = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
@@ -382,8 +386,10 @@ class Scorer:
             for answer in self.answers(wait_for_one=True):
                 prompt = prompts.pop(answer.ticket)
                 if answer.failure:
-                    what = f"a turn of prompt {prompt.id!r}: {answer.failure}"
-                    raise UserError(f"task {self._task.label} cannot answer {what}")
+                    raise UserError(
+                        f"task {self._task.label} cannot answer a turn of prompt {prompt.id!r}: "
+                        f"{answer.failure}"
+                    )
 
 
 def _with_call(

@@ -103,8 +103,9 @@ class Learner(Extra):
                 )
         updates = tensors.get("updates", torch.tensor(-1))
         if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
-            what = f"{self.name}.safetensors of the checkpoint has no count of updates"
-            raise UserError(f"{what}: it is damaged")
+            raise UserError(
+                f"{self.name}.safetensors of the checkpoint has no count of updates: it is damaged"
+            )
         moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
         self.optimizer.load_state(moments, int(updates))
         with torch.no_grad():
