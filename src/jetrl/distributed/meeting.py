@@ -139,11 +139,11 @@ class Meeting:
                     tell(f"waiting for {self._missing(joined)}, for up to {START_S:.0f} s")
                 time.sleep(0.02)
         except Terminated:
-            message = (
+            raise RankLost(
                 f"terminated while waiting for {self._missing(joined)}; torchrun says which rank "
-                "ended first"
-            )
-            raise RankLost(message, Terminated.exit_code) from None
+                "ended first",
+                Terminated.exit_code,
+            ) from None
 
     def _read_new(self, start: str, joined: dict[int, dict[str, Any]]) -> None:
         """Add the records written since the last call; raise UserError if a rank refused."""

@@ -87,8 +87,9 @@ class ProcessGroupWorld(World):
             failure = raised
         for rank, error in enumerate(self.gather(what, failure)):
             if isinstance(error, OSError):  # file errors must name the rank
-                text = f"{error.strerror or error} (rank {rank})"
-                raise OSError(error.errno, text, error.filename) from None
+                raise OSError(
+                    error.errno, f"{error.strerror or error} (rank {rank})", error.filename
+                ) from None
             if error is not None:
                 raise error from None
         return made
@@ -145,9 +146,10 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == "cuda" and local_size > torch.cuda.device_count():
-        few = f"{local_size} processes and {torch.cuda.device_count()} GPUs"
-        hint = "start at most one process per GPU (--nproc-per-node)"
-        problem = problem or f"{few} on {socket.gethostname()}: {hint}"
+        problem = problem or (
+            f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
+            f"{socket.gethostname()}: start at most one process per GPU (--nproc-per-node)"
+        )
     if dist.is_initialized():
         own = "this program has opened a process group itself (torch.distributed): "
         problem = problem or own + "leave that to jetrl, or end it before (destroy_process_group)"

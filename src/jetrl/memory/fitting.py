@@ -138,12 +138,11 @@ def _check_cpu(plan: MemoryPlan, free: int) -> None:
     # Activations differ on a CPU, so they are not counted.
     needed = plan.at("optimizer") * world().local_size
     if needed > free:
-        message = (
+        raise UserError(
             "the model does not fit in CPU memory: weights, optimizer states and gradients take "
             f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; to plan for a GPU: "
             f"--dry-run --gpu-memory 80\n\n{shown(plan)}"
         )
-        raise UserError(message)
 
 
 def _does_not_fit(run: PlannedRun, free: int) -> DoesNotFitError:
@@ -157,8 +156,9 @@ def _does_not_fit(run: PlannedRun, free: int) -> DoesNotFitError:
     ways = _ways(run, free)
     nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
     advice = "\n".join(map(str, ways)) or nothing
-    message = f"the model does not fit on {where}: {why}\n\n{shown(least)}\n\n{advice}"
-    return DoesNotFitError(message, ways)
+    return DoesNotFitError(
+        f"the model does not fit on {where}: {why}\n\n{shown(least)}\n\n{advice}", ways
+    )
 
 
 def _ways(run: PlannedRun, free: int) -> list[Way]:

@@ -31,8 +31,9 @@ def matching(
         return set(_found(tuple(patterns), tuple(names), "fullmatch" if whole else "match"))
     except LimitError as error:
         shown = shown_value(list(patterns))
-        message = f"{key}: {shown} is not usable as regular expressions: {printable(str(error))}"
-        raise UserError(message) from None
+        raise UserError(
+            f"{key}: {shown} is not usable as regular expressions: {printable(str(error))}"
+        ) from None
 
 
 @functools.lru_cache(maxsize=256)

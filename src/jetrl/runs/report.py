@@ -192,8 +192,11 @@ def _change_tile(label: str, change: Change) -> Html:
     first, last = (metric_value(change.name, value) for value in (change.first, change.last))
     if change.first_step == change.last_step:
         return tile(label, text(last), f"step {change.last_step}")
-    steps = f"step {change.first_step} to {change.last_step}"
-    return tile(label, Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}'), steps)
+    return tile(
+        label,
+        Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}'),
+        f"step {change.first_step} to {change.last_step}",
+    )
 
 
 def _warnings(records: list[Record]) -> Html:

@@ -69,8 +69,12 @@ class Trackers:
             if name in self._failed:
                 return
             self._failed.add(name)
-            reason = f"{type(error).__name__}: {error}"
-            log.warning("tracker %s %s (%s); no further failure is logged", name, failure, reason)
+            log.warning(
+                "tracker %s %s (%s); no further failure is logged",
+                name,
+                failure,
+                f"{type(error).__name__}: {error}",
+            )
 
 
 def _metrics_of(record: Record) -> Metrics:

@@ -333,8 +333,10 @@ class AlgorithmSettings(Section):
                 yield f"algorithm.{key} has no effect on {self.name}, which reads {known}"
         rounds, usual = self.dynamic_sampling_rounds, DYNAMIC_SAMPLING_ROUNDS
         if rounds != usual and not self.value("dynamic_sampling", record):
-            needs = "algorithm.dynamic_sampling=true"
-            yield f"algorithm.dynamic_sampling_rounds = {rounds} has no effect without {needs}"
+            yield (
+                f"algorithm.dynamic_sampling_rounds = {rounds} has no effect without "
+                "algorithm.dynamic_sampling=true"
+            )
         if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:
@@ -359,8 +361,10 @@ class AlgorithmSettings(Section):
             return
         bounds = CORRECTIONS[self.correction]
         if self.correction_level is not None and self.correction_level not in bounds.levels:
-            has = f"{self.correction} has {', '.join(bounds.levels)}"
-            yield f"algorithm.correction_level = {self.correction_level}: {has}"
+            yield (
+                f"algorithm.correction_level = {self.correction_level}: {self.correction} has "
+                f"{', '.join(bounds.levels)}"
+            )
         if self.correction_low is not None and bounds.low is None:
             yield f"algorithm.correction_low: {self.correction} has only an upper bound"
         low, high = self.correction_low or bounds.low, self.correction_high or bounds.high

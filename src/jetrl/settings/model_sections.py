@@ -182,9 +182,10 @@ class AdapterSettings(Section):
         if reference.path is None and reference.offload:
             yield "reference.offload: an adapter's reference is the policy's own base; leave it out"
         if reference.path is None and algorithm.kl and self.changes_base:
-            what = "the base, which adapter.train_embeddings, train_norms and train_head change"
-            instead = "set reference.path to the model's directory"
-            yield f"algorithm.kl measures against {what}: {instead}"
+            yield (
+                "algorithm.kl measures against the base, which adapter.train_embeddings, "
+                "train_norms and train_head change: set reference.path to the model's directory"
+            )
 
     @model_validator(mode="after")
     def is_switched_on(self) -> AdapterSettings:

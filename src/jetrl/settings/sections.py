@@ -497,23 +497,31 @@ class Settings(Section):
     def _learning_problems(self) -> Iterator[str]:
         rollout, train = self.rollout, self.train
         if train.updates_per_step > rollout.prompts_per_step:
-            asked = f"train.updates_per_step = {train.updates_per_step} needs as many prompts"
-            yield f"{asked}, but rollout.prompts_per_step = {rollout.prompts_per_step}"
+            yield (
+                f"train.updates_per_step = {train.updates_per_step} needs as many prompts, but "
+                f"rollout.prompts_per_step = {rollout.prompts_per_step}"
+            )
         completions = rollout.prompts_per_step * rollout.samples_per_prompt
         if completions > MOST_COMPLETIONS:
-            keys = "rollout.prompts_per_step x rollout.samples_per_prompt"
-            yield f"{keys} = {completions:,} completions per step; at most {MOST_COMPLETIONS:,}"
+            yield (
+                f"rollout.prompts_per_step x rollout.samples_per_prompt = {completions:,} "
+                f"completions per step; at most {MOST_COMPLETIONS:,}"
+            )
         if self.algorithm.name in ALGORITHMS:
             yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
         if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
             yield "data.batch = shuffle_r1 needs rollout.samples_per_prompt of at least 2"
         for section, settings in (("rollout", rollout), ("eval", self.eval)):
             if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
-                why = "logits divided by it do not fit in float32; use 0 or 1e-20 to 1e20"
-                yield f"{section}.temperature = {settings.temperature}: {why}"
+                yield (
+                    f"{section}.temperature = {settings.temperature}: logits divided by it do not "
+                    "fit in float32; use 0 or 1e-20 to 1e20"
+                )
         if self.data.replay_steps and rollout.keep_every > 1:
-            needs = "rollout.keep_every=1: a resumed run reads its buffer from its rollouts"
-            yield f"data.replay_steps = {self.data.replay_steps} needs {needs}"
+            yield (
+                f"data.replay_steps = {self.data.replay_steps} needs rollout.keep_every=1: a "
+                "resumed run reads its buffer from its rollouts"
+            )
         if self.rollout.temperature == 0:
             yield "rollout.temperature = 0 makes all completions of a group equal; use 1.0"
         if self.algorithm.calibrate_clip_every:
@@ -527,8 +535,10 @@ class Settings(Section):
             yield "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2"
         sides = PRESETS[preset]
         if not codes_alike(sides.rollout_linear, sides.train_linear):
-            needs = f"FP8 or INT8 on both sides, unlike precision.preset = {preset}"
-            yield f"algorithm.calibrate_clip_every needs {needs}"
+            yield (
+                "algorithm.calibrate_clip_every needs FP8 or INT8 on both sides, unlike "
+                f"precision.preset = {preset}"
+            )
         for key, value in self._off_policy:
             yield f"algorithm.calibrate_clip_every needs {key} = 0, not {value}"
 
@@ -552,8 +562,10 @@ class Settings(Section):
             yield f"data.batch = shuffle_r1: {why}; {instead}"
         buffer = self.algorithm.value("overlong_buffer", record) or 0
         if buffer > rollout.max_tokens:
-            most = f"rollout.max_tokens = {rollout.max_tokens}"
-            yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
+            yield (
+                f"algorithm.overlong_buffer = {buffer} is more than rollout.max_tokens = "
+                f"{rollout.max_tokens}"
+            )
         for key, value in self._off_policy if record.loss == "ratio" else ():
             why = f"{name} has an unbounded importance ratio for tokens of earlier policies"
             instead = f"use an algorithm that clips, such as grpo, or {key}=0"
@@ -590,8 +602,10 @@ class Settings(Section):
         if self.rollout.speculation == "head" and not self.loop.steps:
             yield "rollout.speculation = head needs loop.steps above 0; use text or off"
         if self.eval.samples > 1 and self.eval.temperature == 0:
-            why = "draws the same completion each time; set eval.temperature, or eval.samples = 1"
-            yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
+            yield (
+                f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "
+                "completion each time; set eval.temperature, or eval.samples = 1"
+            )
 
     def _unread_problems(self) -> Iterator[str]:
         """Yield a message for each setting that has no effect because another one is unset."""
@@ -634,8 +648,9 @@ class Settings(Section):
             own = getattr(self, section)
             value = getattr(own, key)
             if value != type(own).model_fields[key].default:
-                instead = "set that too, or leave it out"
-                yield f"{full} = {value} has no effect without {needs}: {instead}"
+                yield (
+                    f"{full} = {value} has no effect without {needs}: set that too, or leave it out"
+                )
 
     def _length_problems(self) -> Iterator[str]:
         rollout, config = self.rollout, self.model.config

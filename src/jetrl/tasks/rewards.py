@@ -196,8 +196,9 @@ class Rewards:
             results = _run(_all(waiting.values()))
             for name, result in zip(waiting, results, strict=True):
                 if isinstance(result, USERS_ERRORS):
-                    what = f"reward function {name} raised {describe_error(result)}"
-                    raise ScoreError(what) from result
+                    raise ScoreError(
+                        f"reward function {name} raised {describe_error(result)}"
+                    ) from result
                 values[name] = result
         rewards = {name: _numbers(name, value, len(answers)) for name, value in values.items()}
         means = {name: fmean(numbers) for name, numbers in notes.metrics.items()}
@@ -230,8 +231,9 @@ class _Notes:
         """Record one value per completion; stored with the rollouts."""
         noted = [_note(value) for value in values]
         if len(noted) != self._count:
-            what = f"log_extra({column!r}): {len(noted)} values for {self._count} completions"
-            raise ScoreError(what)
+            raise ScoreError(
+                f"log_extra({column!r}): {len(noted)} values for {self._count} completions"
+            )
         self.columns[str(column)] = noted
 
     def metric(self, name: str, value: Any) -> None:

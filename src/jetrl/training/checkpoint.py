@@ -298,8 +298,9 @@ class Checkpoints(CheckpointFolder):
             written = files.write_parts(
                 self.writing_path(step), snapshot.tensors, snapshot.shards, ranks
             )
-            end = "the end of a checkpoint"
-            ranks.from_first(end, lambda: self.put_in_place(step, snapshot.state, written))
+            ranks.from_first(
+                "the end of a checkpoint", lambda: self.put_in_place(step, snapshot.state, written)
+            )
         except BaseException as error:
             # Remove the incomplete checkpoint, to free its space on a full disk.
             if ranks.is_first:

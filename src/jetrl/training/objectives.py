@@ -478,8 +478,9 @@ class UsersLoss(UsersFunction):
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
             shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
             count = len(tokens.advantages)
-            problem = f"it must return one loss for each of the {count} tokens, not {shape}"
-            raise self._error(problem)
+            raise self._error(
+                f"it must return one loss for each of the {count} tokens, not {shape}"
+            )
         if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
             raise self._error("its loss has no gradient; make it of tokens.trainer_logprobs")
         return loss

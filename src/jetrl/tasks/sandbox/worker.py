@@ -148,8 +148,10 @@ def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
     try:
         item: Item | CallItem = pickle.loads(pickled)
     except Exception as error:
-        failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
-        return WorkerReply(failure=failure, last=bool(_lacking(error)))
+        return WorkerReply(
+            failure=f"the prompt does not unpickle in a worker: {describe_error(error)}",
+            last=bool(_lacking(error)),
+        )
     return score_safely(task, item, memory_mib)
 
 
