@@ -60,8 +60,11 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --plan, --device and --trust-task."""
     add, preset = parser.add_argument, "precision preset (default: from the run, or int8)"
-    model = "a Hugging Face directory or hub name, a run directory, or a checkpoint"
-    add("model", metavar="MODEL", help=model)
+    add(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face directory or hub name, a run directory, or a checkpoint",
+    )
     add("--plan", choices=PLANS, help=preset)
     add("--device", choices=DEVICES, default="auto", help="device to use")
     add_trust_argument(parser)
@@ -100,14 +103,32 @@ def add_sampling_arguments(
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion")
     add("--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy")
-    mass = "nucleus sampling: cumulative probability to keep; 1: all"
-    add("--top-p", type=float, default=top_p, help=mass)
+    add(
+        "--top-p",
+        type=float,
+        default=top_p,
+        help="nucleus sampling: cumulative probability to keep; 1: all",
+    )
     add("--top-k", type=int, default=0, help="keep only the k most probable tokens; 0: all")
-    ratio = "keep only tokens with at least this fraction of the largest probability; 0: all"
-    add("--min-p", type=float, default=min_p, help=ratio)
+    add(
+        "--min-p",
+        type=float,
+        default=min_p,
+        help="keep only tokens with at least this fraction of the largest probability; 0: all",
+    )
     add("--seed", type=int, default=seed, help="sampling seed")
-    words = "extra variable for the chat template, such as enable_thinking=false (repeatable)"
-    add("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=words)
+    add_template_argument(parser)
+
+
+def add_template_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --template-arg, whose words `key_values` reads."""
+    parser.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="extra variable for the chat template, such as enable_thinking=false (repeatable)",
+    )
 
 
 def key_values(words: Sequence[str], option: str) -> dict[str, Any]:

@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", nargs="+", metavar="RUN", help="a run's name or directory")
     add("--dir", default="runs", help="parent folder of run directories")
-    same = "compare digests too; exit code 1 unless all are equal"
-    add("--same", action="store_true", help=same)
+    add("--same", action="store_true", help="compare digests too; exit code 1 unless all are equal")
     add("--json", action="store_true", help="print a JSON object")
 
 

@@ -49,8 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks += "commas (default: the run's own task with its path, options, split and system prompt)"
     add("--task", help=tasks)
     add("--path", help="data file or folder of the task")
-    option = "task option, as in [task.options] (repeatable)"
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="task option, as in [task.options] (repeatable)",
+    )
     add("--split", help="split of the task (default: test)")
     add("--prompts", type=int, help="number of prompts, taken from the start; 0: all")
     add("--samples", type=int, help="completions per prompt")

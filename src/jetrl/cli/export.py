@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "a Hugging Face directory, an adapter, a run directory or a checkpoint"
-    add("model", metavar="MODEL", help=model)
+    add(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face directory, an adapter, a run directory or a checkpoint",
+    )
     add("out", metavar="OUT", help="the directory to write")
     add("--dtype", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="weight format")
     add("--merge", action="store_true", help="merge the adapter into a whole model")

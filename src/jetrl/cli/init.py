@@ -33,17 +33,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = (*Mixer.__subclasses__(), *experts, DenseShape)
     for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
         for usual in field.examples or ():
-            about = f"{field.description} (default: {usual})"
-            size("--" + key.replace("_", "-"), default=argparse.SUPPRESS, help=about)
+            size(
+                "--" + key.replace("_", "-"),
+                default=argparse.SUPPRESS,
+                help=f"{field.description} (default: {usual})",
+            )
     size("--vocab-size", help="vocabulary size (default: from the tokenizer; bpe: 4096)")
-    context = "maximum tokens per sequence"
-    size("--context", dest="max_position_embeddings", default=4096, metavar="CONTEXT", help=context)
+    size(
+        "--context",
+        dest="max_position_embeddings",
+        default=4096,
+        metavar="CONTEXT",
+        help="maximum tokens per sequence",
+    )
     kind = "one token per printable character, or byte-level BPE trained on --text"
     add("--tokenizer", choices=("characters", "bpe"), default="characters", help=kind)
-    text = "text or JSON lines to train BPE on"
-    add("--text", dest="text_files", nargs="+", metavar="FILE", default=[], help=text)
-    untied = "separate embeddings and lm_head"
-    add("--untied", dest="tie_word_embeddings", action="store_false", help=untied)
+    add(
+        "--text",
+        dest="text_files",
+        nargs="+",
+        metavar="FILE",
+        default=[],
+        help="text or JSON lines to train BPE on",
+    )
+    add(
+        "--untied",
+        dest="tie_word_embeddings",
+        action="store_false",
+        help="separate embeddings and lm_head",
+    )
     add("--seed", type=int, default=0, help="seed of the weights")
     add("--dtype", choices=("bfloat16", "float32", "fp8"), default="float32", help="weight format")
     add("--overwrite", action="store_true", help="replace an existing model at OUT")

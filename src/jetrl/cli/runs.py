@@ -27,8 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", nargs="?", default="list", choices=actions, help="what to do (default: list)")
     add("run", nargs="*", metavar="RUN", help="a run's name or directory")
     add("--dir", default="runs", help="parent folder of run directories")
-    metric = "plot: metric name, or eval for all evaluations (repeatable; default: main metrics)"
-    add("--metric", action="append", default=[], metavar="NAME", help=metric)
+    add(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="plot: metric name, or eval for all evaluations (repeatable; default: main metrics)",
+    )
     add("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
     add("--json", action="store_true", help="list, show: print JSON")
 

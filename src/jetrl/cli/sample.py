@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_model_arguments(parser)
-    text = "text to complete; several words form one prompt (default: one prompt per line of stdin)"
-    add("prompt", nargs="*", metavar="PROMPT", help=text)
+    add(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to complete; several words form one prompt (default: one prompt per line of "
+        "stdin)",
+    )
     add("--n", type=int, default=1, help="completions per prompt")
     arguments.add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
     add("--stop", action="append", default=[], help="stop string (repeatable)")

@@ -33,21 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine")
     add("--port", type=int, default=8000, help="port to listen on; 0: any that is free")
     add("--name", help="name of the model in requests (default: MODEL)")
-    key = f"key that clients have to send (default: ${KEY_VARIABLE}, which `ps` does not show)"
-    add("--api-key", metavar="KEY", help=key)
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients have to send (default: ${KEY_VARIABLE}, which `ps` does not show)",
+    )
     sizes = parser.add_argument_group("sizes").add_argument
-    batch = "maximum sequences per forward"
-    sizes("--max-batch-size", type=int, default=64, help=batch)
-    length = "maximum tokens of prompt and completion (default: the model's context)"
-    sizes("--max-model-len", type=int, help=length)
+    sizes("--max-batch-size", type=int, default=64, help="maximum sequences per forward")
+    sizes(
+        "--max-model-len",
+        type=int,
+        help="maximum tokens of prompt and completion (default: the model's context)",
+    )
     sizes("--num-pages", type=int, help="pages of the KV cache (default: what memory has room for)")
-    queue = "completions that run or wait at once; more are answered with status 429"
-    sizes("--max-queue", type=int, default=1024, help=queue)
+    sizes(
+        "--max-queue",
+        type=int,
+        default=1024,
+        help="completions that run or wait at once; more are answered with status 429",
+    )
     sizes("--max-body-mib", type=int, default=8, help="maximum size of a request, in MiB")
-    stop = "seconds that running requests have to end after SIGTERM or Ctrl-C"
-    sizes("--stop-s", type=int, default=30, help=stop)
-    words = "extra variable for the chat template, such as enable_thinking=false (repeatable)"
-    add("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=words)
+    sizes(
+        "--stop-s",
+        type=int,
+        default=30,
+        help="seconds that running requests have to end after SIGTERM or Ctrl-C",
+    )
+    arguments.add_template_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward|dpo] [--out DIR]"
     parser.usage += " [--resume] [--dry-run]"
     add_recipe_arguments(parser)
-    task = "train on demonstrations, or a reward model or (dpo) the policy on preference pairs"
-    add("--task", choices=("answers", "reward", "dpo"), default="answers", help=task)
+    add(
+        "--task",
+        choices=("answers", "reward", "dpo"),
+        default="answers",
+        help="train on demonstrations, or a reward model or (dpo) the policy on preference pairs",
+    )
     add("--out", metavar="DIR", help="write a copy of the model to DIR")
     parser.epilog = settings_help()
 

@@ -57,28 +57,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
-    preflight = "sample a few prompts, print the rewards, and stop; exit code 1 on warnings"
-    parser.add_argument("--preflight", action="store_true", help=preflight)
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="sample a few prompts, print the rewards, and stop; exit code 1 on warnings",
+    )
     names = ", ".join(packaged_recipes())
     parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    words = "TOML file or name of a packaged recipe, followed by settings as section.key=value"
-    add("words", nargs="*", metavar="RECIPE | KEY=VALUE", help=words)
-    resume = "resume from the last good checkpoint, with the run's settings and these overrides"
-    add("--resume", action="store_true", help=resume)
-    dry = "print settings and plans, run all checks that need no weights, and stop"
-    add("--dry-run", action="store_true", help=dry)
+    add(
+        "words",
+        nargs="*",
+        metavar="RECIPE | KEY=VALUE",
+        help="TOML file or name of a packaged recipe, followed by settings as section.key=value",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="resume from the last good checkpoint, with the run's settings and these overrides",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print settings and plans, run all checks that need no weights, and stop",
+    )
     add_gpu_arguments(parser, "with --dry-run: plan")
-    verbose = "with --dry-run: also print settings at their defaults"
-    add("--verbose", action="store_true", help=verbose)
+    add(
+        "--verbose",
+        action="store_true",
+        help="with --dry-run: also print settings at their defaults",
+    )
 
 
 def add_gpu_arguments(parser: argparse.ArgumentParser, plan: str) -> None:
-    gpus = f"{plan} the memory of a run on N GPUs, one process each"
-    parser.add_argument("--gpus", type=int, metavar="N", help=gpus)
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help=f"{plan} the memory of a run on N GPUs, one process each",
+    )
     memory = f"{plan} for GPUs with this much memory, such as 80 or 141 (default: this machine's "
     memory += f"GPU; without one, {_USUAL_GIB} for all but tiny models)"
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help=memory)

@@ -76,8 +76,7 @@ class ProcessGroupWorld(World):
             dist.broadcast_object_list(told, src=0, group=self.hosts)
         if told[1] is not None:
             raise told[1]
-        value: Item = told[0]
-        return value
+        return told[0]
 
     def together(self, what: str, work: Callable[[], Item]) -> Item:
         failure: Exception | None = None

@@ -37,8 +37,7 @@ def reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """
     assert len(student) == len(teacher), (student.shape, teacher.shape)
     assert student.shape[1] <= teacher.shape[1], (student.shape, teacher.shape)
-    kl: Tensor = _ReverseKL.apply(student, teacher, temperature)
-    return kl
+    return _ReverseKL.apply(student, teacher, temperature)
 
 
 def reverse_kl_ref(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tupl
         logits: bfloat16 or float32 [T, E].
         bias: float32 [E], added to scores for the choice only.
     """
-    found: tuple[Tensor, Tensor] = _Route.apply(logits, rule, bias)
-    return found
+    return _Route.apply(logits, rule, bias)
 
 
 def router_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
@@ -79,8 +78,7 @@ def row_shares(chosen: Tensor, num_experts: int) -> Tensor:
 
 def balance_loss(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
     """Return the load-balancing loss of a layer, a float32 scalar, differentiable in logits."""
-    loss: Tensor = _Balance.apply(logits, row_shares(chosen, logits.shape[1]), rule)
-    return loss
+    return _Balance.apply(logits, row_shares(chosen, logits.shape[1]), rule)
 
 
 def router_entropy(logits: Tensor, rule: RoutingRule) -> Tensor:

@@ -53,10 +53,11 @@ class Way:
             where = f"on {self.cards} GPUs like this one (torchrun --nproc-per-node)"
             where += f", with {words}" if words else ""
         plan = self.fitted.plan
-        size = f"{plan.needed / GIB:.1f} GiB{' on each' if self.cards else ''}"
-        most = f"in micro-batches of up to {plan.micro_batch.tokens} tokens"
         rate = "; train.lr is then about ten times higher" if "adapter.kind" in self.changes else ""
-        return f"it fits {where}: {size}, {most}{rate}"
+        return (
+            f"it fits {where}: {plan.needed / GIB:.1f} GiB{' on each' if self.cards else ''}, in "
+            f"micro-batches of up to {plan.micro_batch.tokens} tokens{rate}"
+        )
 
 
 class DoesNotFitError(UserError):

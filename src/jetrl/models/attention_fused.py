@@ -35,8 +35,7 @@ def attend_packed_fused(
     q_norm, k_norm = (None, None) if rope.norms is None else [norm.weight for norm in rope.norms]
     library = key_and_value_formats(plan.kv) == (BF16, BF16) and not plan.pinned
     length = length if library else None
-    out: Tensor = _PackedAttention.apply(qkv, q_norm, k_norm, rope, tiles, plan, length)
-    return out
+    return _PackedAttention.apply(qkv, q_norm, k_norm, rope, tiles, plan, length)
 
 
 class _PackedAttention(torch.autograd.Function):

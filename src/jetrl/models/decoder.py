@@ -275,8 +275,7 @@ def embed(token_ids: Tensor, embedding: QuantizedWeight, gradients: Gradients) -
     assert isinstance(rounded, Tensor), "an embedding is never FP8"
     if rounded.dtype == torch.float32:
         return nn.functional.embedding(token_ids, embedding.master)
-    rows: Tensor = _Embed.apply(token_ids, embedding.master, rounded, gradients)
-    return rows
+    return _Embed.apply(token_ids, embedding.master, rounded, gradients)
 
 
 class _Embed(torch.autograd.Function):
@@ -315,5 +314,4 @@ def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     """Return norm(x + delta) [T, D], the end of the decoder."""
     if fuses(x):
         return add_norm_fused(x, delta, norm)
-    normed: Tensor = norm(x + delta)
-    return normed
+    return norm(x + delta)

@@ -59,8 +59,7 @@ def gated_rows_fused(
         trace=trace,
         kernels=device_kernels(x),
     )
-    y: Tensor = _GatedRows.apply(x, gate_up.weight, down.weight, fixed)
-    return y
+    return _GatedRows.apply(x, gate_up.weight, down.weight, fixed)
 
 
 def tell_slots(trace: Trace | None, name: str, rows: Tensor | QTensor, groups: Groups) -> None:

@@ -546,11 +546,10 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     rows = rows or (shape[0] // len(names),) * len(names)
     linear = kind == "weight" and module in half.linears
     buffer = f"{module}.{kind}" in half.buffers
-    prefix = f"model.layers.{number}"
     starts = accumulate(rows, initial=0)
     return tuple(
         StoredTensor(
-            name=f"{prefix}.{part}.{kind}",
+            name=f"model.layers.{number}.{part}.{kind}",
             shape=(count, *shape[1:]),
             layer=int(number),
             linear_weight=linear,

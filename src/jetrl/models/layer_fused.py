@@ -157,8 +157,7 @@ def norm_linear_fused(
 
 def add_norm_fused(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     """`models.decoder.add_norm` on a GPU."""
-    y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps, norm.sums)
-    return y
+    return _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps, norm.sums)
 
 
 def enter(

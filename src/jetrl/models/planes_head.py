@@ -66,10 +66,7 @@ def head_logprobs(
         kept: Returns logits of (logits, chosen) with -inf for excluded tokens.
     """
     per_row = torch.full((len(chosen), 1), temperature, device=hidden.device)
-    found: tuple[Tensor, Tensor] = _HeadLogprobs.apply(
-        hidden, head.weight, chosen, per_row, head, logits, kept
-    )
-    return found
+    return _HeadLogprobs.apply(hidden, head.weight, chosen, per_row, head, logits, kept)
 
 
 class _HeadLogprobs(torch.autograd.Function):

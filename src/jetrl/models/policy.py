@@ -57,8 +57,7 @@ class Policy(Model):
 
         `kv` has earlier keys and values and stores new ones.
         """
-        hidden: Tensor = self.decoder(inputs, kv, "rollout")
-        return hidden
+        return self.decoder(inputs, kv, "rollout")
 
     @torch.no_grad()
     def rollout_logits(self, hidden: Tensor) -> Tensor:

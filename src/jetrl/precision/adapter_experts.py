@@ -57,8 +57,7 @@ def adapted_grouped_linear(
         y = grouped_linear(x, linear, groups, side, by_token)
         values = x[groups.tokens.long()] if by_token else x
         return torch.cat([_added(y[r], values[r], adapter, e) for e, r in groups.rows()])
-    adapted: Tensor = _AdaptedGroupedFunction.apply(x, adapter.a, adapter.b, grouped, adapter)
-    return adapted
+    return _AdaptedGroupedFunction.apply(x, adapter.a, adapter.b, grouped, adapter)
 
 
 def _added(y: Tensor, x: Tensor, adapter: AdapterWeight, expert: int) -> Tensor:

@@ -102,10 +102,7 @@ def grouped_linear(
         return torch.cat(parts)
     plan = linear.plan.on(side)
     grouped = GroupedWeight(linear.operand(side), groups, plan, by_token)
-    y: Tensor = _GroupedFunction.apply(
-        x, linear.weight, grouped, linear.out_dtype, linear.gradients
-    )
-    return y
+    return _GroupedFunction.apply(x, linear.weight, grouped, linear.out_dtype, linear.gradients)
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -298,8 +295,7 @@ def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
 
     `weights` is float32 [T, k]. The sums are rounded once, to the dtype of y.
     """
-    out: Tensor = _Combine.apply(y, weights, groups)
-    return out
+    return _Combine.apply(y, weights, groups)
 
 
 class _Combine(torch.autograd.Function):
@@ -335,8 +331,7 @@ def add_shared(y: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
 
     The sum is rounded once, to the dtype of y.
     """
-    out: Tensor = _AddShared.apply(y, shared, gate)
-    return out
+    return _AddShared.apply(y, shared, gate)
 
 
 class _AddShared(torch.autograd.Function):

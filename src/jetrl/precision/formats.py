@@ -351,8 +351,7 @@ def format_of(weight: StoredWeight) -> Format:
         return INT8_TWO_PLANES
     if isinstance(weight, NVFP4Weight):
         return NVFP4
-    named: Format = getattr(weight, "number_format", BF16)
-    return named
+    return getattr(weight, "number_format", BF16)
 
 
 @dataclass(frozen=True)

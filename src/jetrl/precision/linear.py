@@ -113,18 +113,14 @@ class Linear(nn.Module):
     def product(self, x: Tensor, side: Side) -> Tensor:
         """Return x @ weight^T [T, N] of a rounded weight."""
         weight, plan = self.operand(side), self.plan.on(side)
-        y: Tensor = _LinearFunction.apply(
-            x, self.weight, weight, plan, self.out_dtype, self.gradients
-        )
-        return y
+        return _LinearFunction.apply(x, self.weight, weight, plan, self.out_dtype, self.gradients)
 
     def with_bias(self, product: Tensor) -> Tensor:
         """Return a product [T, N] plus the bias, if any, in the dtype of the product."""
         if self.bias is None:
             return product
         if has_defined_bits(product) and self.bias.requires_grad:
-            biased: Tensor = _Biased.apply(product, self.bias)
-            return biased
+            return _Biased.apply(product, self.bias)
         return product + self.bias.to(product.dtype)
 
 

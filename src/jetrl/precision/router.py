@@ -38,8 +38,7 @@ def router_logits(x: Tensor, router: Linear, side: Side) -> Tensor:
     Under a plan that is defined, they are computed in integers.
     """
     if not router.plan.defined:
-        logits: Tensor = router(x, side)
-        return logits
+        return router(x, side)
     weight = router.operand(side)
     assert isinstance(weight, Tensor), "a router is not in codes"
     logits = _RouterProduct.apply(x, router.weight, weight, router.out_dtype, router.gradients)

@@ -122,9 +122,10 @@ def _start(name: str, settings: TrackerSettings, path: Path, config: Json) -> Tr
     try:
         return _OPENERS[name][1](module, own, path, config)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
         help_ = "run `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "log in"
-        raise UserError(f"trackers.names: {name} could not start ({reason}): {help_}") from error
+        raise UserError(
+            f"trackers.names: {name} could not start ({type(error).__name__}: {error}): {help_}"
+        ) from error
 
 
 def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: Json) -> Tracker:

@@ -85,9 +85,12 @@ def _task_section(task: Any, data: Any, names: list[str], weights: Sequence[floa
     live = [name for name in (str(own.get("name")), *names) if name.startswith(PREFIX)]
     if live:
         own.setdefault("workers", 0)
-        limits = "without task.timeout_s and task.memory_mib, which limit functions in other files"
         shown = ", ".join(name.removeprefix(PREFIX) for name in live)
-        logger.warning("%s: called in this process, %s", shown, limits)
+        logger.warning(
+            "%s: called in this process, without task.timeout_s and task.memory_mib, which limit "
+            "functions in other files",
+            shown,
+        )
     return own
 
 

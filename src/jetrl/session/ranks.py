@@ -221,9 +221,11 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
     """Check that all ranks drew the same prompts for a step."""
     if world().size == 1:
         return
-    what = f"the prompts of step {step}, which must be equal on all ranks"
     own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.inputs.key(), p.stop) for p in prompts]
-    world().same(what, hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest())
+    world().same(
+        f"the prompts of step {step}, which must be equal on all ranks",
+        hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest(),
+    )
 
 
 def compare_samples(step: int, samples: Sequence[Sample]) -> None:

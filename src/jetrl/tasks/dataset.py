@@ -137,11 +137,13 @@ class _RowFields:
         whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
         number = whole or (isinstance(value, float) and math.isfinite(value))
         if not isinstance(value, str) and not number:
-            what = f"field {name!r} (the {role}) is {value!r:.60}"
             hint = _parts(name, value)
             if role == "answer" and not self.needs_answer:
                 hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
-            raise UserError(f"{where}: {what}, not a text or a number{hint}")
+            raise UserError(
+                f"{where}: field {name!r} (the {role}) is {value!r:.60}, not a text or a "
+                f"number{hint}"
+            )
         if not isinstance(value, float):
             return str(value)
         # Parquet stores integer columns with nulls as floats; write other floats without exponent.

@@ -127,9 +127,12 @@ class Arithmetic(MadeUp):
         width = self.digits if self.padded else 0
         if self.padded:
             result = result.zfill(self.digits + 1)
-        text = f"{left:0{width}d}{sign}{right:0{width}d}="
         answer = result[::-1] if self.reverse else result
-        return Prompt(id=f"{left}{sign}{right}", text=text, answer=answer)
+        return Prompt(
+            id=f"{left}{sign}{right}",
+            text=f"{left:0{width}d}{sign}{right:0{width}d}=",
+            answer=answer,
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip(" ") == prompt.answer)

@@ -362,8 +362,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def _rows_of_file(self, name: str, rows: slice | None) -> Tensor:
         part = self._file.get_slice(name)
         whole = rows is None or not part.get_shape()
-        tensor: Tensor = self._file.get_tensor(name) if whole else part[rows]
-        return tensor
+        return self._file.get_tensor(name) if whole else part[rows]
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
         """Return this rank's rows of a tensor in CPU memory; all rows if shard is None."""

@@ -267,8 +267,7 @@ class DecoderGraphs:
         self._uses[rows] += 1
         # Traces call Python, and a replay does not.
         if decoder.trace is not None or self._uses[rows] < 2:
-            hidden: Tensor = decoder(inputs, kv, "train")
-            return hidden
+            return decoder(inputs, kv, "train")
         if rows not in self._graphs:
             self._graphs[rows] = self._capture(rows)
         graphs = self._graphs[rows]
@@ -285,8 +284,7 @@ class DecoderGraphs:
     def _segment(self, graphs: list[SegmentGraph], index: int, entered: Tensor) -> Tensor:
         norm, *others = (norm.weight for norm in self._decoder.segment_norms(index))
         other = others[0] if others else None
-        left: Tensor = _Segment.apply(entered, graphs[index], norm, other)
-        return left
+        return _Segment.apply(entered, graphs[index], norm, other)
 
     def _capture(self, rows: int) -> list[SegmentGraph]:
         """Return the graphs of all segments for a number of rows."""

@@ -227,8 +227,7 @@ class Optimizer:
         """Return the states of a master weight; {} before its first gradient."""
         if name not in self._wide:
             return self._compact.get(name, {})
-        state: Mapping[str, Tensor] = self._adamw.state.get(self.masters[name], {})
-        return state
+        return self._adamw.state.get(self.masters[name], {})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the moments by name: the optimizer's own tensors, not copies.

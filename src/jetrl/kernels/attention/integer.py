@@ -435,8 +435,7 @@ def attend_packed_integer(
         row_of: int64, row in q of each row that cu_seqlens counts, if sequences share their first
             rows (`models.packed`); None: the row itself.
     """
-    o: Tensor = _PackedIntegerAttention.apply(q, k, v, cu_seqlens, scales, row_of)
-    return o
+    return _PackedIntegerAttention.apply(q, k, v, cu_seqlens, scales, row_of)
 
 
 class _PackedIntegerAttention(torch.autograd.Function):

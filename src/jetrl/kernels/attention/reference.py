@@ -200,8 +200,7 @@ def attend_packed(
         row_of: int64, row in q of each row that cu_seqlens counts, if sequences share their first
             rows (`models.packed`); None: the row itself.
     """
-    o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
-    return o
+    return _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
 
 
 class _PackedAttention(torch.autograd.Function):
