@@ -285,6 +285,20 @@ def test_rows_of_the_harness_and_of_reasoning_gym(settings: Any, model: Path) ->
     assert all(r["reward"] in (0.0, 0.01) for r in records_of(done.run_path, 2))
 
 
+def test_the_game_of_the_examples(settings: Any) -> None:
+    """A policy of random weights says what is no letter, and hears so until its turns are over."""
+    game = Path(__file__).parents[2] / "examples" / "guess_the_letter.py"
+    words = ["task.path=none", f"task.options.harness={game}:Game", "loop.steps=1"]
+    done = train(settings("", *words))
+    records = records_of(done.run_path, 1)
+    assert [record["failure"] for record in records] == [""] * 6
+    for record in records:
+        heard = {turn["reply"].split("\n")[2] for turn in record["turns"][:-1]}
+        assert heard <= {"invalid", "earlier", "later"}
+        assert record["reward"] or record["parts"]["turns"] == len(record["turns"]) == 3
+    assert metrics(done.run_path, "rl")[-1]["mismatch/num_different"] == 0
+
+
 def test_an_environment_of_verifiers(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
