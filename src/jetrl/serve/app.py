@@ -79,9 +79,9 @@ def make_app(
     routes: list[BaseRoute] = [
         Route("/v1/models", api.guarded(api.models)),
         Route("/tokenize", api.guarded(api.tokenize), methods=["POST"]),
-        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
-        Route("/v1/completions", api.guarded(api.completion), methods=["POST"]),
-        Route("/inference/v1/generate", api.guarded(api.generate), methods=["POST"]),
+        api.drawing("/v1/chat/completions", requests.ChatFields, requests.chat),
+        api.drawing("/v1/completions", requests.CompletionFields, requests.completion),
+        api.drawing("/inference/v1/generate", requests.GenerateFields, requests.generate),
     ]
     if episodes:
         routes.append(Mount(f"{EPISODES}{{episode}}", routes=[*routes]))
@@ -142,32 +142,39 @@ class _Api:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Answer with the token ids of a text or of messages."""
         body = await self._body(http)
-        fields: requests.TextFields | requests.MessagesFields
-        if isinstance(body, dict) and "messages" in body:
-            fields = requests.fields_of(requests.MessagesFields, body, self._served.name)
-        else:
-            fields = requests.fields_of(requests.TextFields, body, self._served.name)
+        is_chat = isinstance(body, dict) and "messages" in body
+        kind: type[requests.TextFields | requests.MessagesFields]
+        kind = requests.MessagesFields if is_chat else requests.TextFields
+        fields = requests.fields_of(kind, body, self._served.name)
         ids = await asyncio.to_thread(requests.token_ids_of, fields, self._source, _session(http))
         counts = {"count": len(ids), "max_model_len": self._source.max_model_len}
         return JSONResponse(counts | {"tokens": ids})
 
-    async def chat(self, http: HttpRequest) -> Response:
-        """Continue a conversation."""
-        body = await self._body(http)
-        fields = requests.fields_of(requests.ChatFields, body, self._served.name)
-        return await self._answer(http, requests.chat, fields)
+    def drawing(
+        self,
+        path: str,
+        kind: type[requests.FieldsType],
+        form: Callable[[requests.FieldsType, TokenSource, str], Wanted],
+    ) -> Route:
+        """Return the route of requests that draw tokens: `form` reads the fields of their bodies.
 
-    async def completion(self, http: HttpRequest) -> Response:
-        """Complete a text or token ids."""
-        body = await self._body(http)
-        fields = requests.fields_of(requests.CompletionFields, body, self._served.name)
-        return await self._answer(http, requests.completion, fields)
+        They are answered whole or as a stream; a client that leaves cancels its request.
+        """
 
-    async def generate(self, http: HttpRequest) -> Response:
-        """Complete token ids, and answer with token ids."""
-        body = await self._body(http)
-        fields = requests.fields_of(requests.GenerateFields, body, self._served.name)
-        return await self._answer(http, requests.generate, fields)
+        async def answer(http: HttpRequest) -> Response:
+            fields = requests.fields_of(kind, await self._body(http), self._served.name)
+            # Templates and long texts take a while, during which others are answered.
+            wanted = await asyncio.to_thread(form, fields, self._source, _session(http))
+            pieces = self._source.submit(wanted.request)
+            reply = Reply(wanted, self._served)
+            if not wanted.stream:
+                async with aclosing(pieces):
+                    return JSONResponse(await _while_connected(http, reply.whole(pieces)))
+            # What is refused is refused before the stream begins.
+            first = await _while_connected(http, anext(pieces))
+            return _Events(reply.events(_with_first(first, pieces)), pieces)
+
+        return Route(path, self.guarded(answer), methods=["POST"])
 
     def _check_key(self, http: HttpRequest) -> None:
         # The path of an episode is as secret as a key.
@@ -193,21 +200,6 @@ class _Api:
             return json.loads(text, parse_constant=no_number)
         except (ValueError, RecursionError) as error:
             raise UserError(f"the body is not JSON: {error}") from None
-
-    async def _answer(
-        self, http: HttpRequest, form: Callable[[Any, TokenSource, str], Wanted], fields: Any
-    ) -> Response:
-        """Answer a request, whole or as a stream; a client that leaves cancels it."""
-        # Templates and long texts take a while, during which others are answered.
-        wanted = await asyncio.to_thread(form, fields, self._source, _session(http))
-        pieces = self._source.submit(wanted.request)
-        reply = Reply(wanted, self._served)
-        if not wanted.stream:
-            async with aclosing(pieces):
-                return JSONResponse(await _while_connected(http, reply.whole(pieces)))
-        # What is refused is refused before the stream begins.
-        first = await _while_connected(http, anext(pieces))
-        return _Events(reply.events(_with_first(first, pieces)), pieces)
 
 
 class _Events(StreamingResponse):

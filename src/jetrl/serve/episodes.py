@@ -90,10 +90,8 @@ class Episode:
 class EpisodeSource(EngineSource):
     """An `EngineSource` that also records the calls of episodes, in the thread of a training."""
 
-    def __init__(
-        self, engine: RolloutEngine, policy: Policy, max_choices: int, version: int = 0
-    ) -> None:
-        super().__init__(engine, policy, max_choices, version)
+    def __init__(self, engine: RolloutEngine, policy: Policy, max_choices: int) -> None:
+        super().__init__(engine, policy, max_choices)
         self._episodes: dict[str, Episode] = {}
 
     def open_episode(self, session: str, episode: Episode) -> None:

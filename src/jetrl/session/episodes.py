@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "JETRL_API_KEY"
 _GRACE_S = 30.0  # beyond an episode's own limit, before the process counts as hung
+_MOST_REQUESTS = 1024  # completions that run or wait at once
 _MOST_DEATHS = 3  # of the harness process in a step
 _SHOWN_S = 0.5
 
@@ -95,19 +96,14 @@ class ServedPolicy:
     """
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        policy: Policy,
-        task: Endpoint | None,
-        port: int | None,
-        most_requests: int = 1024,
+        self, engine: RolloutEngine, policy: Policy, task: Endpoint | None, port: int | None
     ) -> None:
         from jetrl.serve.app import Limits, make_app
         from jetrl.serve.replies import Served
         from jetrl.serve.server import LOOPBACK, ServerThread, listen
 
         self._task, self._policy = task, policy
-        self.source = EpisodeSource(engine, policy, max_choices=most_requests)
+        self.source = EpisodeSource(engine, policy, max_choices=_MOST_REQUESTS)
         # Of several processes, the first answers other clients.
         port = port if world().is_first else None
         listening = listen(LOOPBACK[0], port or 0, f"rollout.serve_port = {port}")

@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.reverse_kl import MOST_LOGITS, reverse_kl
-from jetrl.models.packed import ForwardInputs, Stems, upload
 from jetrl.models.policy import Policy
 from jetrl.precision.backend import backend_of
 from jetrl.settings.model_sections import TeacherSettings
 from jetrl.training import loss_math
-from jetrl.training.micro_batches import MicroBatchLoss, batch_logprobs
-from jetrl.training.packing import targets, with_prompts
+from jetrl.training.micro_batches import MicroBatchLoss, batch_logprobs, hidden_states
+from jetrl.training.packing import with_prompts
 from jetrl.types import Batch, PromptInputs
 
 
@@ -97,22 +96,11 @@ class Distillation:
         advantages = own.reward * advantages
         # A KL of the vocabulary is a loss of its own; one of drawn tokens is an advantage.
         if own.kl == "vocabulary":
-            kl = self._vocabulary_kl(student, hidden, self._hidden(asked))
+            kl = self._vocabulary_kl(student, hidden, hidden_states(self.teacher, asked, "train"))
             return Distilled(advantages, kl, own.weight, uses_draws=own.reward > 0)
         with torch.no_grad():
             kl = rollout_logprobs - batch_logprobs(self.teacher, asked, self.temperature)[0]
         return Distilled(advantages - own.weight * kl, kl, 0.0, uses_draws=True)
-
-    @torch.no_grad()
-    def _hidden(self, batch: Batch) -> Tensor:
-        """Return the teacher's hidden states before each trained token, [N, D]."""
-        teacher = self.teacher
-        return teacher.packed_hidden(
-            ForwardInputs.of(batch).to(teacher.device),
-            torch.from_numpy(batch.cu_seqlens),
-            rows=upload(torch.from_numpy(targets(batch)), teacher.device) - 1,
-            stems=Stems.of(batch),
-        )
 
     def _vocabulary_kl(self, student: Policy, hidden: Tensor, teachers: Tensor) -> Tensor:
         """Return the KL over the vocabulary, float32 [N], a chunk of rows at a time."""

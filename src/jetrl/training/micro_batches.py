@@ -22,6 +22,7 @@ from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.models.packed import ForwardInputs, Stems, upload
 from jetrl.models.policy import Policy
+from jetrl.precision.plan import Side
 from jetrl.settings.sections import RolloutSettings, TrainSettings
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch, Metrics, TokenFilter
@@ -233,14 +234,14 @@ def batch_logprobs(
 
 
 @torch.no_grad()
-def sampler_forward(policy: Policy, batch: Batch) -> None:
-    """Run the sampler's decoder on a whole batch, for what observes it."""
-    policy.packed_hidden(
+def hidden_states(policy: Policy, batch: Batch, side: Side) -> Tensor:
+    """Return a side's hidden states [N, D] before each of a batch's N trained tokens."""
+    return policy.packed_hidden(
         ForwardInputs.of(batch).to(policy.device),
         torch.from_numpy(batch.cu_seqlens),
         rows=upload(torch.from_numpy(targets(batch)), policy.device) - 1,
         stems=Stems.of(batch),
-        side="rollout",
+        side=side,
     )
 
 

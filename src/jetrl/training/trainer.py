@@ -42,7 +42,7 @@ from jetrl.training.micro_batches import (
     Minibatch,
     at_targets,
     batch_logprobs,
-    sampler_forward,
+    hidden_states,
     trained_filter,
 )
 from jetrl.training.objectives import Objective, Tokens, UpdateSize, token_weights
@@ -204,7 +204,7 @@ class Trainer:
         decoder = self.policy.decoder
 
         def sampled_again() -> None:
-            sampler_forward(self.policy, batch)
+            hidden_states(self.policy, batch, "rollout")
 
         hidden: list[Tensor] = []
         observers = [*filter(None, (extra.observer(batch) for extra in self.extras))]

@@ -13,9 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 BACKWARD_KEYS = 128  # keys per dK, dV tile
 BACKWARD_QUERIES = 64  # queries per dQ tile
 DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
@@ -127,10 +124,3 @@ def _key_tiles(
         first += count
     lists.num_parts += len(parts) if divided else 0
     return entries
-
-
-def uploaded(records: Sequence[tuple[int, ...]], width: int, device: torch.device | str) -> Tensor:
-    """Return records as int32 [n, width], copied from pinned memory without waiting for a GPU."""
-    host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
-    on_gpu = torch.device(device).type == "cuda"
-    return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)

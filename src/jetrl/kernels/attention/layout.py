@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists, uploaded
-from jetrl.kernels.attention.padded_lists import PaddedLists
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
+from jetrl.kernels.attention.padded_lists import PaddedLists, uploaded
 from jetrl.precision.formats import BF16, FP8, INT8, Format, key_and_value_formats
 
 BLOCK_KEYS = 64  # keys per block, and tokens per page: kernels read a page as a block

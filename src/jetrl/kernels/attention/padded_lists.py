@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES, Run, uploaded
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES, Run
 
 
 @dataclass(frozen=True)
@@ -89,3 +89,10 @@ class PaddedLists:
             query_blocks=uploaded(query_blocks, 6, device),
             key_blocks=uploaded(key_blocks, 5, device),
         )
+
+
+def uploaded(records: Sequence[tuple[int, ...]], width: int, device: torch.device | str) -> Tensor:
+    """Return records as int32 [n, width], copied from pinned memory without waiting for a GPU."""
+    host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
+    on_gpu = torch.device(device).type == "cuda"
+    return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
