@@ -342,6 +342,5 @@ def _launch(
 
 _attention = TileAttention(_launch)
 attend_tiles = _attention.attend_tiles
-attend_batch = _attention.attend_batch
 attend_prefill = _attention.attend_prefill
 attend_prefill_quantized = _attention.attend_prefill_quantized

@@ -25,13 +25,19 @@ from torch import Tensor
 from jetrl.kernels.attention.core import SPLIT_KEYS as SPLIT_KEYS
 from jetrl.kernels.attention.decode import attend_decode as attend_decode
 from jetrl.kernels.attention.decode import attend_decode_quantized as attend_decode_quantized
-from jetrl.kernels.attention.forward import attend_batch as attend_batch
 from jetrl.kernels.attention.forward import attend_prefill as attend_prefill
 from jetrl.kernels.attention.forward import attend_prefill_quantized as attend_prefill_quantized
 from jetrl.kernels.attention.forward import attend_tiles as attend_tiles
 from jetrl.kernels.attention.layout import KeyValueCodes as KeyValueCodes
 from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
 from jetrl.kernels.attention.staging import stage_keys as stage_keys
+
+
+def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
+    """Return attention of q over the codes of a packed batch, and the log-sum-exp, for training."""
+    # By names of this module, which `jetrl bench layer` times.
+    return attend_tiles(q, stage_keys(codes, tiles), tiles)
+
 
 _aten = torch.ops.aten
 
