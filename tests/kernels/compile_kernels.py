@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.machinery
 import json
 import os
@@ -30,12 +29,12 @@ from typing import Any
 import stage_reads
 import torch
 import triton
-from stage_reads import barrier_of, disassembled, last_barrier, reads_under_way
+from portable_rules import cached, tool
+from stage_reads import barrier_of, last_barrier, reads_under_way
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver, jit
-from triton.runtime.cache import get_cache_manager
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks, of a process of its own
 
@@ -96,20 +95,18 @@ def check_stages(name: str, code: dict[str, Any], rings: int) -> None:
 
 
 def early_arrivals(cubin: bytes, rings: int) -> list[str]:
-    """Return the arrivals that give a stage back too early, cached where Triton caches kernels."""
-    key = hashlib.sha256(f"{triton.__version__} {rings}".encode())
-    key.update(Path(stage_reads.__file__).read_bytes())
-    key.update(cubin)
-    cache = get_cache_manager(key.hexdigest())
-    file = cache.get_file("early_arrivals.json")
-    if file is None:
-        text = disassembled(cubin, knobs.nvidia.nvdisasm.path)
+    """Return the arrivals that give a stage back too early."""
+
+    def examined() -> str:
+        text = tool(knobs.nvidia.nvdisasm.path, "-c -hex", cubin)
         found = reads_under_way(text)
         if rings > 1:
             of_sums = last_barrier(text)
             found = [arrival for arrival in found if barrier_of(arrival) != of_sums]
-        file = cache.put(json.dumps(found), "early_arrivals.json")
-    arrivals: list[str] = json.loads(Path(file).read_text(encoding="utf-8"))
+        return json.dumps(found)
+
+    rule = Path(stage_reads.__file__).read_bytes()
+    arrivals: list[str] = json.loads(cached(f"{rings}".encode() + rule + cubin, examined))
     return arrivals
 
 

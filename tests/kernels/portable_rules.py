@@ -14,16 +14,18 @@ EXCEPTIONS and SPILLS name what may break a rule, and why.
 from __future__ import annotations
 
 import collections
-import functools
+import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
 from triton import knobs
+from triton.runtime.cache import get_cache_manager
 
 KB = 1024
 
@@ -197,7 +199,6 @@ def problems_of_resources(name: str, kernel: Any, card: Card) -> list[str]:
     return found
 
 
-@functools.lru_cache(maxsize=1)  # it takes a process, and is asked twice in a row
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return the registers per thread, and the bytes per thread that are spilled."""
     text = tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
@@ -239,6 +240,19 @@ def spills_in_loops(code: list[str]) -> int:
 
 
 def tool(path: str, option: str, cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        return subprocess.run([path, option, file.name], capture_output=True, text=True).stdout
+    """Return what a tool prints of a kernel; nvdisasm takes seconds."""
+
+    def printed() -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(cubin)
+            command = [path, *option.split(), file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    return cached(option.encode() + cubin, printed)
+
+
+def cached(key: bytes, made: Callable[[], str]) -> str:
+    """Return a text that is made once, cached where Triton caches kernels."""
+    cache = get_cache_manager(hashlib.sha256(triton.__version__.encode() + key).hexdigest())
+    file = cache.get_file("made.txt") or cache.put(made(), "made.txt")
+    return Path(file).read_text(encoding="utf-8")

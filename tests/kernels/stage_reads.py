@@ -10,10 +10,7 @@ copied over"). Only the machine code says so.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/")
@@ -37,14 +34,6 @@ class State(NamedTuple):
 
     reads: frozenset[tuple[str, int]] = frozenset()  # loads: address and scoreboard
     fences: frozenset[tuple[int, str]] = frozenset()  # a fence's scoreboard, a load before it
-
-
-def disassembled(cubin: bytes, nvdisasm: str) -> str:
-    """Return a kernel's machine code as text, with its encoding."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [nvdisasm, "-c", "-hex", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def instructions(text: str) -> Iterator[Instruction | str]:
