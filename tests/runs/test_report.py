@@ -89,7 +89,7 @@ def test_any_number_of_steps(make_run, steps, evaluate):
     assert len(page.source) < 1_000_000
 
 
-def test_odd_values_and_damaged_lines(make_run):
+def test_odd_values_and_damaged_lines(make_run, undrawn):
     path = make_run(steps=3)
     (path / "rollouts" / "step_000001.jsonl").write_text("nonsense\n{}\n")
     with open(path / "metrics.jsonl", "a") as file:
