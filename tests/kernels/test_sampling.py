@@ -55,10 +55,9 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("seed", [11, 12, 13])
 @pytest.mark.parametrize("temperature, top_p, top_k, min_p", FILTERS)
 def test_draws_follow_the_renormalized_softmax(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+    temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     """Draws stay within 6 standard deviations of chi-square against a dense float64 reference."""
     logits = torch.randn(98, generator=torch.Generator().manual_seed(5)) * 2
@@ -72,7 +71,7 @@ def test_draws_follow_the_renormalized_softmax(
         before += full[i].item()
     count = 60_000
     options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    tokens, logprobs = draw(logits.repeat(count, 1), seed=seed, **options)
+    tokens, logprobs = draw(logits.repeat(count, 1), seed=11, **options)
     drawn, expected = torch.bincount(tokens, minlength=98), count * kept / kept.sum()
     assert not drawn[kept == 0].any()
     seen = expected >= 5
@@ -81,7 +80,7 @@ def test_draws_follow_the_renormalized_softmax(
     assert abs(chi - freedom) <= 6 * (2 * freedom) ** 0.5
     own = (kept / kept.sum()).log()[tokens]
     assert torch.allclose(logprobs.double(), own, atol=2.0**-20), "of the kept tokens"
-    again, logprobs = draw(logits.repeat(count, 1), seed=seed, of_all=True, **options)
+    again, logprobs = draw(logits.repeat(count, 1), seed=11, of_all=True, **options)
     assert torch.equal(again, tokens)
     assert torch.allclose(logprobs.double(), full.log()[tokens], atol=2.0**-20), "of all tokens"
 

@@ -28,10 +28,6 @@ def reference(policy):
     return RolloutEngine(policy, page_size=16).generate(PROMPTS, PARAMS)
 
 
-def of_prompt(completions, place, n=PARAMS.n):
-    return completions[place * n : (place + 1) * n]
-
-
 @pytest.mark.parametrize("of_all", [False, True])
 @pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0), ("integer", 1.0)])
 def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature, of_all):
@@ -113,19 +109,6 @@ def test_logits_that_are_not_finite_past_the_end_are_nothing(policy, reference, 
         with pytest.raises(NonFiniteLogits) as caught:
             engine.generate(PROMPTS[:1], params)
         assert caught.value.token_ids == (*PROMPTS[0], *wanted[0].token_ids[:-1])
-
-
-def test_draws_depend_on_prompt_occurrence_sample_and_seed_only(policy, reference):
-    engine = RolloutEngine(policy, max_batch_size=4, page_size=4)
-    order = [3, 0, 4, 0]
-    out = engine.generate([PROMPTS[i] for i in order], replace(PARAMS, n=4))
-    for place, i in enumerate(order[:3]):
-        assert of_prompt(out, place, 4)[:3] == of_prompt(reference, i)
-        assert len({c.token_ids for c in of_prompt(out, place, 4)}) == 4
-    assert of_prompt(out, 3, 4)[:3] != of_prompt(reference, 0), "a prompt that comes again"
-    assert engine.generate(PROMPTS, replace(PARAMS, seed=8)) != reference
-    flat = engine.generate([[5]], SamplingParams(max_tokens=40, temperature=1000, ignore_eos=True))
-    assert len(set(flat[0].token_ids)) > 20, "each position has its own draw"
 
 
 def test_the_models_end_id_stops_unless_ignored(policy, reference):
@@ -235,14 +218,6 @@ def test_default_pages_are_what_the_batch_can_use_and_memory_has(policy, referen
     free = 4 * 8
     with pytest.raises(UserError, match="more memory"):
         RolloutEngine(policy, page_size=4).generate(PROMPTS, PARAMS)
-
-
-def test_the_context_limits_max_tokens(policy):
-    prompt = list(range(2, 98)) + [5] * 29  # 125 tokens of 128
-    engine = RolloutEngine(policy, page_size=16)
-    (out,) = engine.generate([prompt], SamplingParams(max_tokens=50, ignore_eos=True))
-    assert (len(out.token_ids), out.finish_reason) == (3, "length")
-    assert count_different(policy, [prompt], [out]) == 0
 
 
 def test_completions_are_told_as_they_finish_and_returned_as_told(policy):

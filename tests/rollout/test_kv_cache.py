@@ -77,23 +77,6 @@ def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
 
-def test_the_last_layer_attends_for_the_ends_alone(config):
-    """The same bits as when all attend, and every token's keys and values are stored."""
-    lengths, starts = [7, 1, 300], [3, 20, 0]
-    caches = [make_cache(config, num_pages=40, page_size=16) for _ in range(2)]
-    pages, layer = [[0], [1, 2], list(range(3, 22))], config.num_layers - 1
-    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
-    spans = [Span(sum(lengths[:i]), starts[i], lengths[i], pages[i]) for i in range(len(lengths))]
-    every = caches[0].key_values(spans).attend_heads(layer, q, k, v)
-    ends = caches[1].key_values(spans, ends=True)
-    assert ends.rows.tolist() == [6, 7, 307]
-    got = ends.attend_heads(layer, q, k, v, last=True)
-    assert torch.equal(got.view(torch.int16), every[ends.rows].view(torch.int16))
-    for a, b in zip(*((c._keys, c._values) for c in caches), strict=True):
-        assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
-        assert torch.equal(a.scales, b.scales)
-
-
 @pytest.mark.parametrize(
     "preset, kv", [("unified", "fp8"), ("unified", "int8+fp8"), ("integer", None)]
 )

@@ -215,9 +215,8 @@ PPO = "algorithm.name=ppo critic.path=policy"
 @pytest.mark.parametrize(
     "words, call, weight, kept",
     [
-        ("loop.steps=3", 3, DOWN, 2),  # the last step
-        ("loop.steps=4", 2, DOWN, 1),  # a middle one
-        ("loop.steps=1", 1, DOWN, None),
+        ("loop.steps=4", 2, DOWN, 1),  # a middle step
+        ("loop.steps=1", 1, DOWN, None),  # the last one
         ("loop.steps=2 adapter.kind=lora", 2, "layers.1.down.lora_B", 1),
         (f"loop.steps=2 {PPO}", 4, "score.weight", 1),  # after each update comes the critic's
         ("loop.steps=0 sft.steps=2 sft.examples_per_step=4", 2, DOWN, 1),

@@ -15,7 +15,6 @@ from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training.advantages import group_advantages
-from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.mismatch import StepMismatchError, compare_step, mismatch_metrics
 from jetrl.training.packing import pack
@@ -368,35 +367,6 @@ def test_micro_batches_change_the_gradient_by_rounding_alone(sample):
         # product of another number of rows may add in another order too: 8 * 128 more.
         bound = (num_tokens + 8 * 128) * 2**-24 * added_up[name].max()
         assert (split[name] - expected).abs().max() <= bound, name
-
-
-def test_activation_checkpointing_gives_the_same_bits(sample):
-    samples = draw(make_policy(), sample, 2)
-    (plain,), _ = trained(make_policy(), make_settings(), samples)
-    (again,), _ = trained(make_policy(), make_settings(activation_checkpointing=True), samples)
-    assert equal(plain, again)
-
-
-def test_a_cut_and_resumed_run_is_the_uncut_one(sample, tmp_path):
-    settings = make_settings(schedule="cosine", warmup_steps=2, updates_per_step=2)
-
-    def run(policy, trainer, start, end):
-        return [trainer.step(draw(policy, sample, step)).metrics for step in range(start, end)]
-
-    uncut, first, resumed = make_policy(), make_policy(), make_policy(seed=123)
-    uncut_trainer, first_trainer, trainer = (
-        Trainer(policy, settings) for policy in (uncut, first, resumed)
-    )
-    expected = run(uncut, uncut_trainer, 0, 3)
-    got = run(first, first_trainer, 0, 1)
-    checkpoints = Checkpoints(tmp_path)
-    path = checkpoints.save(1, first, first_trainer.optimizer, {"cursor": 1})
-    loaded = checkpoints.load(path, resumed, trainer.optimizer)
-    got += run(resumed, trainer, loaded.extra["cursor"], 3)
-
-    assert got == expected
-    assert equal(snapshot(uncut), snapshot(resumed))
-    assert equal(uncut_trainer.optimizer.state_tensors(), trainer.optimizer.state_tensors())
 
 
 def f32(*values):
