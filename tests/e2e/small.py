@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jetrl import load_config
+from jetrl import load_config, train
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
+from jetrl.session import RunResult
 from jetrl.settings.sections import Settings
 
 SMALL = [
@@ -51,6 +52,12 @@ def task_of(path: Path, body: str) -> str:
 def demo(words: list[str], folder: Path, *overrides: str, name: str = "run") -> Settings:
     """Return the settings of a demo in a folder."""
     return load_config("demo", [*words, f"run.dir={folder}", f"run.name={name}", *overrides])
+
+
+def trained(
+    words: list[str], folder: Path, name: str, *overrides: str, resume: bool = False
+) -> RunResult:
+    return train(demo(words, folder, *overrides, name=name), resume=resume)
 
 
 def metrics(path: Path, phase: str | None = None) -> list[dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.small import SMALL, task_of, without_last_checkpoint
+from tests.e2e.small import SMALL, task_of, trained, without_last_checkpoint
 
 from jetrl import load_config, train
 from jetrl.cli.opening import open_policy
@@ -19,11 +20,7 @@ from jetrl.types import Prompt
 
 WORDS = "sft.steps=0 rollout.samples_per_prompt=2 rollout.max_tokens=4 train.updates_per_step=1"
 TINY = [*SMALL, *WORDS.split(), "checkpoint.every=1", "checkpoint.keep_last=3"]
-
-
-def run(path: Path, name: str, *overrides: str, resume: bool = False) -> Any:
-    words = [*TINY, f"run.dir={path}", f"run.name={name}", *overrides]
-    return train(load_config("demo", words), resume=resume)
+run = partial(trained, TINY)
 
 
 def test_mixed_by_weight_in_an_order_by_pass_rate_and_resumed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.distributed.test_checksum import defined
-from tests.e2e.small import SMALL, without_last_checkpoint
+from tests.e2e.small import SMALL, trained, without_last_checkpoint
 
-from jetrl import load_config, train
+from jetrl import load_config
 from jetrl.cli.main import main
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
@@ -22,11 +23,7 @@ from jetrl.settings.loading import to_toml
 from jetrl.training.checkpoint_files import fingerprint
 
 STEPS = ["sft.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9", "loop.steps=3"]
-
-
-def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> RunResult:
-    words = [*SMALL, *STEPS, f"run.dir={folder}", f"run.name={name}", *overrides]
-    return train(load_config("demo", words), resume=resume)
+run = partial(trained, [*SMALL, *STEPS])
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from tests.distributed.ranks import run_ranks
-from tests.e2e.small import SMALL, metrics, without_last_checkpoint
+from tests.e2e.small import SMALL, metrics, trained, without_last_checkpoint
 
-from jetrl import load_config, train
+from jetrl import load_config
 from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.loop import sft
@@ -46,8 +46,8 @@ def teacher(folder: Path) -> Path:
 
 
 def distilled(folder: str, name: str, teacher: str, *overrides: str, resume: bool = False) -> Any:
-    words = [*WORDS, *OPD, f"run.dir={folder}", f"run.name={name}", f"teacher.path={teacher}"]
-    return train(load_config("demo", [*words, *overrides]), resume=resume)
+    words = [*WORDS, *OPD, f"teacher.path={teacher}"]
+    return trained(words, Path(folder), name, *overrides, resume=resume)
 
 
 def lines_of(result: RunResult) -> list[dict[str, Any]]:

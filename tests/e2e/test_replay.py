@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.small import SMALL, metrics, task_of, without_last_checkpoint
+from tests.e2e.small import SMALL, demo, metrics, task_of, trained, without_last_checkpoint
 
-from jetrl import load_config, train
+from jetrl import load_config
 from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
 from jetrl.session.recorded import RecordedRollouts, ReplayBuffer, read_samples
 from jetrl.session.sampling import EncodedPrompt
-from jetrl.settings.sections import Settings
 from jetrl.training.mismatch import effective_sizes
 from jetrl.types import PromptInputs
 
@@ -29,23 +29,22 @@ SCORE = """return float(sum(map(ord, completion)) % 5)
     def demonstration(self, prompt):
         return prompt.answer
 """
-STEPS = ["sft.steps=2", "sft.until=none", "loop.steps=3", "train.lr=1e-3", "train.warmup_steps=0"]
+WORDS = [
+    *SMALL,
+    "sft.steps=2",
+    "sft.until=none",
+    "loop.steps=3",
+    "train.lr=1e-3",
+    "train.warmup_steps=0",
+]
+run = partial(trained, WORDS)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    STEPS.append(f"task={task_of(tmp_path_factory.mktemp('task'), SCORE)}")
+    WORDS.append(f"task={task_of(tmp_path_factory.mktemp('task'), SCORE)}")
     yield
-    STEPS.pop()
-
-
-def settings(folder: Path, name: str, *overrides: str) -> Settings:
-    words = [*SMALL, *STEPS, f"run.dir={folder}", f"run.name={name}", *overrides]
-    return load_config("demo", words)
-
-
-def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> RunResult:
-    return train(settings(folder, name, *overrides), resume=resume)
+    WORDS.pop()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,7 @@ def test_another_tokenizer_is_named_with_the_first_token(
     class Other:
         """A policy whose tokens have other numbers."""
 
-    own = settings(tmp_path, "other", f"data.rollouts={recorded.run_path}", "rollout.max_tokens=6")
+    own = demo(WORDS, tmp_path, f"data.rollouts={recorded.run_path}", "rollout.max_tokens=6")
     sample = read_samples(RunDirectory.open(recorded.run_path), 1)[0]
     moved = tuple(token + 1 for token in sample.inputs.token_ids)
     with pytest.raises(UserError, match=r"another tokenizer, .*: token 0 is \d+ there, \d+ here"):
