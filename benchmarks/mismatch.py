@@ -15,8 +15,6 @@ The last rows are presets, and `bf16` with a fixed reduction order, in which no 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
-from benchmarks.parity import prompts_of
+from benchmarks.parity import compared
 from benchmarks.policies import make_policy
 from benchmarks.study.deviation import SamplerDeviation
 
@@ -36,9 +34,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
-from jetrl.session.parity import measure
 
-_TEMPERATURE = 0.6
 _SPLIT = 256  # Keys after which the other attention begins a new sum.
 COMPONENTS = ("weights", "activations", "keys and values", "attention", "head")
 PRESETS = ("mixed", "alike", "jet", "unified", "bf16")
@@ -81,22 +77,6 @@ def plans() -> dict[str, PrecisionPlan]:
     return rows
 
 
-def row_of(name: str, policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the row of one policy, with the numbers of `jetrl parity`."""
-    began = time.perf_counter()
-    result = measure(
-        policy,
-        prompts=prompts_of(policy, load),
-        samples=1,
-        max_tokens=load[1],
-        temperature=_TEMPERATURE,
-    )
-    facts = dataclasses.asdict(result)
-    del facts["first_different"]
-    seconds = round(time.perf_counter() - began, 1)
-    return {"sampler": name, "exact_plan": policy.plan.exact, **facts, "seconds": seconds}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench mismatch`."""
     parser = bench_parser("mismatch", __doc__)
@@ -115,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     source = ModelSource.from_tensors(config, masters)
     for name, plan in plans().items():
-        rows.append(row_of(name, Policy(source, plan, args.device), args.load))
+        policy = Policy(source, plan, args.device)
+        rows.append(
+            {"sampler": name, "exact_plan": plan.exact, **compared(policy, args.load, locate=False)}
+        )
     print_table([_shown(row) for row in rows])
     if args.out is not None:
         write_results(args.out, "mismatch", command_typed("jetrl bench mismatch", argv), rows)

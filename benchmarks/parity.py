@@ -84,32 +84,37 @@ def prompts_of(policy: Policy, load: tuple[int, int, int]) -> list[list[int]]:
     return [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
 
 
-def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the row of one load (sequences, sampled tokens, long) on one policy."""
-    batch, tokens, long = load
-    prompts = prompts_of(policy, load)
+def compared(policy: Policy, load: tuple[int, int, int], locate: bool) -> dict[str, Any]:
+    """Return the numbers of `jetrl parity` of one load (sequences, sampled tokens, long).
+
+    Args:
+        locate: Also name the first operation that differs.
+    """
     began = time.perf_counter()
     result = measure(
         policy,
-        prompts=prompts,
+        prompts=prompts_of(policy, load),
         samples=1,
-        max_tokens=tokens,
+        max_tokens=load[1],
         temperature=TEMPERATURE,
         max_batch_size=512,
     )
-    location = None
-    if result.first_different is not None:
-        location = located(policy, *result.first_different, TEMPERATURE)
-    facts = dataclasses.asdict(result)
+    facts, first = dataclasses.asdict(result), result.first_different
     del facts["first_different"]
+    if locate:
+        facts["located"] = None if first is None else located(policy, *first, TEMPERATURE)
+    return {**facts, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the row of one load on one policy."""
+    batch, tokens, long = load
     return {
         "plan": plan_words(policy.plan),
         "layers": policy.config.num_layers,
         "sequences": batch,
         "longest_context": long + tokens,
-        **facts,
-        "located": location,
-        "seconds": round(time.perf_counter() - began, 1),
+        **compared(policy, load, locate=True),
     }
 
 

@@ -10,11 +10,10 @@ then serve as drafts, in which each token is right with the chosen probability. 
 0.5, 0.6 and 0.7 yield 2.0, 2.5 and 3.3 tokens per forward with long drafts. Look-ups in text run as
 in a run. The mode `auto` chooses the draft length per step; `--fixed` adds calls with a fixed one.
 
-Seconds are those of whole calls without graph capture; `decode_s` also excludes prefill. `widths`
-in the JSON has, per size of forward (SEQUENCES/MOST/ROWS), the number of forwards, milliseconds and
-tokens per sequence. A short call precedes the first timed call of a mode, to compile kernels. A
-short call without speculation is repeated at the end, and speed-ups refer to the mean of both. All
-tokens and log-probs are compared bitwise with those of the call without speculation.
+Seconds are those of whole calls without graph capture; `decode_s` also excludes prefill. A
+short call precedes the first timed call of a mode, to compile kernels. A short call without
+speculation is repeated at the end, and speed-ups refer to the mean of both. All tokens and
+log-probs are compared bitwise with those of the call without speculation.
 
 The JSON is written after each call. On one H200 with the shape qwen3-8b and S values of --right,
 the loads take about: 8: 8 + 2 S seconds, 256: 40 + 18 S, tail: 25 + 10 S, 64-part: 28 + 10 S,
@@ -25,8 +24,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +46,7 @@ from jetrl.kernels.decode_state import MAX_DRAFT, UNKNOWN, DecodeState, Drafts
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.launched_step import LaunchedStep, to_device
+from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.options import GenerateOptions, RolloutStats
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch
@@ -97,7 +95,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Ro
     off.generate(prompts, params, options=short)  # what is compiled or captured first
     stats, expected = called(off)
     calls = [stats]
-    rows = [_row(load, "off", None, stats, expected, expected, {})]
+    rows = [_row(load, "off", None, stats, expected, expected)]
     yield _compared(rows, calls)
     for most, share in [(0, 0.0), *drafting.fixed]:
         engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
@@ -110,10 +108,9 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Ro
             drafts.know(expected, right, policy.config.vocab_size)
             if index == 0:
                 engine.generate(prompts, params, options=short)
-            drafts.spent.clear()
             stats, completions = called(engine)
             mode = f"{most}x{share:g}" if most else drafting.mode
-            rows.append(_row(load, mode, right, stats, completions, expected, drafts.spent))
+            rows.append(_row(load, mode, right, stats, completions, expected))
             yield _compared(rows, calls)
     if calls[0].seconds < _SHORT_S and policy.device.type == "cuda":
         # A GPU that is warm, or at its power limit, is slower.
@@ -152,7 +149,6 @@ def _row(
     stats: RolloutStats,
     completions: Sequence[Completion],
     expected: Sequence[Completion],
-    spent: Mapping[tuple[int, int, int], Spent],
 ) -> Row:
     """Return the row of one call, without its speed-ups."""
     drafts, seconds, decode = stats.speculation, _seconds(stats), _decode_seconds(stats)
@@ -174,7 +170,6 @@ def _row(
         "graphs": stats.graphs,
         "capture_s": round(stats.capture_s, 2),
         "idle_s": round(stats.device_idle_s, 3),
-        "widths": width_rows(spent),
     }
 
 
@@ -216,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found = [{**model, **row} for row in (*rows, *of_case)]
                 write_results(args.out, "speculation", command, found)
         rows += of_case
-        print_table([{k: v for k, v in row.items() if k != "widths"} for row in of_case])
+        print_table(of_case)
         print(f"{case}: {time.perf_counter() - began:.0f} s", flush=True)
     different = [sum(row[f"different_{what}"] for row in rows) for what in ("tokens", "logprobs")]
     tokens = sum(row["tokens"] for row in rows if row["right"] is not None)
@@ -236,35 +231,17 @@ class FixedWidth(DraftWidths):
         return Width(self._most, min(int(size * self._share), size * self._most), True)
 
 
-@dataclass
-class Spent:
-    """Time and tokens of the forwards of one size.
-
-    Attributes:
-        sequences: Forwards times their sequences; each draws at least one token.
-    """
-
-    forwards: int = 0
-    seconds: float = 0.0
-    sequences: int = 0
-    tokens: int = 0
-
-
 class KnownDrafts(Speculation):
     """Drafts from known completions, in which some tokens are wrong.
 
     Args:
         mode: "auto", or "text" to verify drafts in every forward.
-
-    Attributes:
-        spent: By (sequences of the graph, maximum tokens per sequence, rows), since last cleared.
     """
 
     def __init__(
         self, slots: int, max_model_len: int, device: torch.device, mode: str = "auto"
     ) -> None:
         super().__init__(mode, slots, max_model_len, device)
-        self.spent: defaultdict[tuple[int, int, int], Spent] = defaultdict(Spent)
         # The token of each position, of each slot's sequence, with room for a draft behind the
         # last; and how many are known from a position on, up to the longest draft.
         self._width = max_model_len + MAX_DRAFT + 1
@@ -309,17 +286,6 @@ class KnownDrafts(Speculation):
         tokens = self._script.view(-1)[first[:, None] + self._behind]
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
 
-    def record(self, launched: LaunchedStep, seconds: float) -> None:
-        """Count the step by the size of its forwards too."""
-        before, verify = self.stats, launched.verify
-        super().record(launched, seconds)
-        assert verify is not None, "a step of no size"
-        spent = self.spent[padded_batch(len(launched.step.chunks)), verify.most, verify.rows]
-        spent.forwards += launched.step.repeats
-        spent.seconds += seconds
-        spent.sequences += self.stats.sequence_forwards - before.sequence_forwards
-        spent.tokens += self.stats.tokens - before.tokens
-
 
 def differences(
     completions: Sequence[Completion], expected: Sequence[Completion]
@@ -332,18 +298,6 @@ def differences(
         different = [int((np.array(a) != np.array(b)).sum()) for a, b in pairs]
         tokens, logprobs = tokens + different[0], logprobs + different[1]
     return tokens, logprobs
-
-
-def width_rows(spent: Mapping[tuple[int, int, int], Spent]) -> Row:
-    """Return the count, milliseconds and tokens of forwards, by SEQUENCES/MOST/ROWS."""
-    return {
-        "/".join(map(str, size)): {
-            "forwards": one.forwards,
-            "ms": round(1e3 * one.seconds / one.forwards, 3),
-            "tokens": round(one.tokens / max(1, one.sequences), 3),
-        }
-        for size, one in sorted(spent.items())
-    }
 
 
 if __name__ == "__main__":
