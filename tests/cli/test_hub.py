@@ -55,7 +55,14 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = [*SMALL, "sft.steps=1", "sft.until=none", "loop.steps=1", "eval.every=1"]
+    words = [
+        *SMALL,
+        "sft.steps=1",
+        "sft.until=none",
+        "loop.steps=1",
+        "eval.every=1",
+        "eval.prompts=4",
+    ]
     folder = tmp_path_factory.mktemp("runs")
     return train(load_config("demo", [*words, f"run.dir={folder}", "run.name=mine"])).run_path
 

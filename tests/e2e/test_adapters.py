@@ -184,7 +184,13 @@ def test_a_run_goes_on_from_an_adapter_on_a_directory(
 
 def test_a_base_in_nvfp4_with_noise_is_exact_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     options = ["precision.base=nvfp4", "adapter.noise_start=0.05", "adapter.noise_end=0.01"]
-    options += ["adapter.noise_stages=3", "eval.every=4", "sft.steps=0", "loop.steps=4"]
+    options += [
+        "adapter.noise_stages=3",
+        "eval.every=4",
+        "eval.prompts=4",
+        "sft.steps=0",
+        "loop.steps=4",
+    ]
     uncut = train(settings(tmp_path, *options, name="uncut")).run_path
     lines = [line for line in RunDirectory.open(uncut).metrics("rl") if line["step"] > 0]
     assert [line["mismatch/num_different"] for line in lines] == [0] * 4

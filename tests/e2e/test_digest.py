@@ -132,7 +132,9 @@ def test_a_run_of_a_gpu_continues_on_a_cpu(
 def test_a_run_with_other_weights_differs_from_the_first_step_on(
     first: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nothing_new = run(tmp_path, "again", "rollout.max_batch_size=3", "eval.every=1")
+    nothing_new = run(
+        tmp_path, "again", "rollout.max_batch_size=3", "eval.every=1", "eval.prompts=4"
+    )
     assert nothing_new.digest == first.digest, "neither changes a bit of the run"
     seed = run(tmp_path, "seed", "run.seed=7")
     code, said = compared(capsys, first.run_path, nothing_new.run_path, seed.run_path)
