@@ -5,8 +5,8 @@
 
 Sums of floats are made in another order where a processor has other vector units:
 ATEN_CPU_CAPABILITY (default, avx2, avx512) stands for other processors, and names the run. A run
-that is in the folder already is not repeated. `demo.json` in the folder has some steps of the first
-run's metrics, and a row for each run that is there.
+that is in the folder already is not repeated. `demo.json` in the folder has a row for each run
+that is there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from benchmarks.harness import write_results
 
-STEPS = (0, 1, 10, 30, 50)
 ACCURACY = "eval/arithmetic/mean"
 TOKENS, DIFFERENT = "mismatch/num_tokens", "mismatch/num_different"
-NOT_KEPT = ("timing/", "throughput/", "memory/", "time")
 Lines = list[dict[str, Any]]
 
 
@@ -61,15 +59,6 @@ def summary(run: Path) -> dict[str, Any]:
     }
 
 
-def rows_of(run: Path) -> Lines:
-    """Return some steps of a run, without times."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(NOT_KEPT)}
-        for line in metrics_of(run)[1]
-        if line["step"] in STEPS
-    ]
-
-
 def processor() -> str:
     """Return the name of the processor, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -94,16 +83,14 @@ def main() -> None:
     summaries = [summary(run) for run in runs]
     facts = {
         "device": f"CPU: {processor()}",
-        "what": f"metrics of some steps of {first.name}; runs has all runs; the cpu_capability own "
-        f"is this processor's, {torch.backends.cpu.get_cpu_capability()}",
+        "what": f"the cpu_capability own is {torch.backends.cpu.get_cpu_capability()}",
         "tokens": summary(first)["tokens"],
         "different": summary(first)["different"],
         "least_percent_at_end": min(run["percent_at_end"] for run in summaries),
         "most_percent_at_end": max(run["percent_at_end"] for run in summaries),
-        "runs": summaries,
     }
     path, command = out / "demo.json", "python -m benchmarks.demo"
-    write_results(path, "demo", command, rows_of(first), **facts)
+    write_results(path, "demo", command, summaries, **facts)
     print(json.dumps(summaries, indent=1))
 
 

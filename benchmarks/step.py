@@ -30,8 +30,7 @@ ranks. There are two more phases:
 
 `--digest` adds digests of codes, master weights and moments after the warm-up and after the step.
 They are equal for any number of ranks with the same load, --tokens-per-micro-batch and
---warm-micro-batches. `--exchange` adds two updates, with and without the exchange of gradients, and
-times the exchange of one micro-batch by itself.
+--warm-micro-batches. `--exchange` adds two updates, with and without the exchange of gradients.
 
     torchrun --nproc-per-node 4 -m jetrl bench step --shape qwen3-8b --plan unified \
         --batch-per-rank --digest --exchange
@@ -74,9 +73,9 @@ from benchmarks.policies import add_plan_argument, plans_of
 from benchmarks.step_parts import (
     PARTS,
     Known,
+    bytes_sent,
     digests,
     draw,
-    recorded_exchange,
     rollout_row,
     slowest,
     step_row,
@@ -135,7 +134,7 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
     """
     own: dict[str, float] = {}
     again = flow.expected(samples)
-    with recorded_exchange() as exchanged:
+    with bytes_sent() as sent:
         own["update"] = flow.timed("exchanged", lambda: flow.update(again))[0]
     again = flow.expected(samples)
     with without_exchange():
@@ -144,9 +143,6 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
     share = shares_prompts(trainer.settings.train.share_prompts, samples)
     num_micro_batches = len(pack(samples, trainer.micro_batch_size.tokens, share_prompts=share))
     rounds = -(-num_micro_batches // world().size)
-    sent = exchanged.bytes / rounds
-    exchanged.calls = exchanged.calls[: len(exchanged.calls) // rounds]
-    own["round_alone"] = min(exchanged.seconds(flow.policy.device) for _ in range(3))
     for phase in ("exchanged", "alone"):
         flow.peaks.pop(phase, None)
     seconds = slowest("the seconds of the exchange", own)
@@ -155,8 +151,7 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
         "update_without_s": round(seconds["update_without"], 3),
         "share": round(1 - seconds["update_without"] / seconds["update"], 4),
         "rounds": rounds,
-        "round_alone_ms": round(1e3 * seconds["round_alone"], 2),
-        "gb_sent_a_round": round(sent / 1e9, 3),
+        "gb_sent_a_round": round(sum(sent) / rounds / 1e9, 3),
     }
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,53 +196,18 @@ def _digest(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass
-class Exchanged:
-    """The gradient products that an update sent to the owners of their rows.
-
-    Attributes:
-        calls: Per exchange, the shapes of the pieces per rank (None: nothing to send), and the
-            shape and dtype of the received tensor.
-        bytes: The bytes that this rank sent to others.
-    """
-
-    calls: list[tuple[list[torch.Size] | None, torch.Size, torch.dtype]] = field(
-        default_factory=list
-    )
-    bytes: int = 0
-
-    def seconds(self, device: torch.device) -> float:
-        """Return the seconds of these exchanges on an otherwise idle device."""
-        world().barrier("the exchange alone")
-        began = time.perf_counter()
-        for shapes, shape, dtype in self.calls:
-            pieces: list[Tensor] | None = None
-            if shapes is not None:
-                pieces = [torch.zeros(size, dtype=dtype, device=device) for size in shapes]
-            received = torch.empty(shape, dtype=dtype, device=device)
-            work = ordered_gradients.exchange(pieces, received)
-            if work is not None:
-                work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-
 @contextlib.contextmanager
-def recorded_exchange() -> Iterator[Exchanged]:
-    """Record the exchanges of products within the block."""
-    exchange, log = ordered_gradients.exchange, Exchanged()
+def bytes_sent() -> Iterator[list[int]]:
+    """Collect the bytes that this rank sends to others in exchanges of products in the block."""
+    exchange, sent = ordered_gradients.exchange, list[int]()
 
     def recorded(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
-        shapes = None if pieces is None else [piece.shape for piece in pieces]
-        log.calls.append((shapes, received.shape, received.dtype))
-        for rank, piece in enumerate(pieces or ()):
-            log.bytes += piece.nbytes if rank != world().rank else 0
+        sent.extend(p.nbytes for rank, p in enumerate(pieces or ()) if rank != world().rank)
         return exchange(pieces, received)
 
     ordered_gradients.exchange = recorded
     try:
-        yield log
+        yield sent
     finally:
         ordered_gradients.exchange = exchange
 

@@ -133,12 +133,9 @@ def profile(update: Callable[[Sequence[Sample]], object], samples: Sequence[Samp
             times[event.name] += event.time_range.elapsed_us()
             counts[event.name] += 1
     total = max(end for _, end in spans) - min(start for start, _ in spans)
-    gaps = sorted(idle_pieces(spans), reverse=True)
     return {
-        "idle_share": round(sum(gaps) / total, 4),
+        "idle_share": round(sum(idle_pieces(spans)) / total, 4),
         "launches": len(spans),
-        "longest_gaps_ms": [round(gap / 1e3, 2) for gap in gaps[:8]],
-        "gaps_above_20us_ms": round(sum(gap for gap in gaps if gap > 20) / 1e3, 1),
         "kernels": [
             {
                 "kernel": name[:80],

@@ -23,7 +23,7 @@ from jetrl.precision.triton.portable_int8 import Tile
 
 PRODUCTS = ((1, 40, 64), (17, 70, 192), (65, 33, 320), (257, 140, 192))
 # Rows, hidden, vocabulary: of one slab each, and of several.
-SLABS = {2**25: ((1, 64, 5), (65, 64, 512), (130, 64, 700)), 2**15: ((37, 192, 600),)}
+SLABS = {2**25: ((1, 192, 5), (65, 64, 512), (130, 64, 700)), 2**15: ((37, 64, 600),)}
 
 
 def compare_products() -> dict[str, int]:
@@ -115,5 +115,5 @@ if __name__ == "__main__":
         int8_planes.SLAB_BYTES = size
         for case in cases:
             found |= {f"{name}, slabs of {size}": n for name, n in compare_head(*case).items()}
-    found |= compare_head(140, 64, 600, largest=True)
+    found |= compare_head(40, 64, 520, largest=True)
     print(json.dumps(found))
