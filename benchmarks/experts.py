@@ -1,7 +1,7 @@
 """Products and whole layers of experts, against torch's BF16 and DeepGEMM's FP8.
 
     jetrl bench experts [--shape qwen3-30b-a3b] [--tokens 16384 2048 256 8] [--plan int8]
-    jetrl bench experts --tiles --tokens 16384  # times other tiles of FProp and DGrad as well
+    jetrl bench experts --tiles --tokens 16384  # times other tiles as well
 
 With 128 rows per expert or more, all experts have the same number of rows; with fewer, tokens
 choose at random, as in decode. Operands of `fprop` are ready. `quantize` rounds dY, `dgrad` also
@@ -75,19 +75,26 @@ SIZES = {
     "tiny": Sizes(4, 2, 128, 64),  # to try the benchmark out on a CPU
 }
 _EQUAL = 128  # rows per expert, from which on all experts have the same number
-# Rows, columns, depth, warps and stages.
-_TILES: tuple[tuple[int, int, int, int, int], ...] = (
-    *((128, 256, 128, 8, 3), (128, 256, 64, 8, 4), (128, 128, 128, 8, 3), (128, 128, 128, 4, 3)),
-    *((64, 256, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 128, 4, 4), (64, 64, 256, 4, 3)),
-    *((32, 128, 128, 4, 4), (32, 64, 256, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4)),
+# Rows, columns, depth, warps, stages, and the limit of registers per thread (0: none).
+_TILES = (
+    *((128, 256, 128, 8, 3, 0), (128, 256, 64, 8, 4, 0), (128, 128, 128, 8, 3, 0)),
+    *((128, 128, 128, 4, 3, 0), (64, 256, 128, 4, 2, 0), (64, 128, 128, 4, 3, 0)),
+    *((64, 256, 128, 8, 3, 0), (64, 256, 64, 4, 4, 0), (64, 128, 128, 4, 4, 0)),
+    *((64, 64, 256, 4, 3, 0), (32, 128, 128, 4, 4, 0), (32, 64, 256, 4, 4, 0)),
+    *((16, 128, 128, 4, 4, 0), (16, 64, 256, 4, 4, 0)),
 )
-_BF16_TILES: tuple[tuple[int, int, int, int, int], ...] = (
-    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3)),
-    *((64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 64, 4, 4)),
+_BF16_TILES = (
+    *((128, 256, 64, 8, 3, 0), (128, 256, 64, 8, 4, 0), (128, 128, 64, 8, 4, 0)),
+    *((128, 128, 64, 8, 3, 0), (64, 256, 64, 4, 4, 0), (64, 128, 64, 4, 4, 0)),
+    *((64, 64, 64, 4, 6, 0), (64, 64, 64, 4, 4, 0)),
 )
-_FP8_TILES: tuple[tuple[int, int, int, int, int], ...] = (
-    *((128, 128, 128, 8, 4), (128, 128, 128, 8, 3), (128, 64, 128, 8, 4), (64, 128, 128, 4, 4)),
-    *((64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (64, 64, 128, 4, 6)),
+_FP8_TILES = (
+    *((128, 128, 128, 8, 3, 128), (64, 128, 128, 4, 3, 168), (64, 128, 128, 4, 3, 0)),
+    *((64, 64, 128, 4, 3, 0), (64, 64, 128, 4, 6, 0)),
+)
+_INT8_WGRAD_TILES = (
+    *((128, 128, 128, 8, 3, 128), (64, 256, 128, 4, 2, 0), (128, 256, 128, 8, 3, 0)),
+    *((64, 128, 128, 4, 3, 128), (128, 256, 64, 8, 3, 0)),
 )
 
 
@@ -230,9 +237,8 @@ def fp8_call(values: Tensor, groups: Groups, x: Tensor) -> Call | None:
 
 
 def tile_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dict[str, Call]:
-    """Return FProp of INT8 or BF16 weights, and DGrad in FP8, with other tiles."""
+    """Return FProp of INT8 or BF16 weights, and gradients of INT8 weights, with other tiles."""
     from jetrl.precision.triton.grouped_bf16 import bf16_grouped_matmul
-    from jetrl.precision.triton.grouped_fp8 import fp8_grouped_dgrad
     from jetrl.precision.triton.grouped_int8 import product
 
     weight, plan = linear.operand("train"), linear.plan
@@ -244,27 +250,58 @@ def tile_calls(linear: Linear, groups: Groups, x: Tensor, by_token: bool) -> dic
     assert isinstance(weight, QTensor), "a weight of INT8"
     int8 = partial(product, codes, weight, groups, by_token, torch.bfloat16)
     calls = _with_tiles("fprop", int8, _TILES)
-    if plan.gradient.integer:
-        return calls
     grouped = GroupedWeight(weight, groups, plan, by_token)
     dy = torch.randn(len(groups.tokens), grouped.num_outputs, device=x.device).bfloat16()
-    coded, _ = quantize_grouped_gradient(dy, grouped)
-    assert isinstance(coded, QTensor), "rows of FP8"
-    fp8 = partial(fp8_grouped_dgrad, coded, weight, groups)
-    return calls | _with_tiles("dgrad", fp8, _FP8_TILES)
+    gradients = int8_gradient_calls if plan.gradient.integer else fp8_gradient_calls
+    return calls | gradients(grouped, weight, dy, x)
+
+
+def fp8_gradient_calls(
+    grouped: GroupedWeight, weight: QTensor, dy: Tensor, x: Tensor
+) -> dict[str, Call]:
+    """Return DGrad and WGrad in FP8 with other tiles, and two of the passes before them."""
+    from jetrl.precision.triton import grouped_fp8
+    from jetrl.precision.triton.int8 import int8_squares_turned
+
+    groups, total = grouped.groups, torch.zeros(weight.shape, device=x.device)
+    rows, along = grouped_fp8.fp8_grouped_gradient(dy, groups, "fp32")
+    quantize = partial(grouped_fp8.quantized_input, x, groups, grouped.by_token, "fp32")
+    dgrad = partial(grouped_fp8.fp8_grouped_dgrad, rows, weight, groups)
+    add = partial(grouped_fp8.add_wgrad_product, total, True, along, quantize(), groups)
+    turn = partial(int8_squares_turned, weight, groups.num_experts)
+    calls: dict[str, Call] = {"turn": turn, "quantize x": quantize}
+    tiles = _with_tiles("dgrad", dgrad, _FP8_TILES) | _with_tiles("wgrad", add, _FP8_TILES)
+    return calls | tiles
+
+
+def int8_gradient_calls(
+    grouped: GroupedWeight, weight: QTensor, dy: Tensor, x: Tensor
+) -> dict[str, Call]:
+    """Return WGrad in INT8 with other tiles, and the passes before the products."""
+    from jetrl.precision.triton import grouped_int8
+    from jetrl.precision.triton.int8 import int8_turned
+
+    groups, total = grouped.groups, torch.zeros(weight.shape, device=x.device)
+    quantize_x = partial(grouped_int8.group_tokens, x, groups, grouped.by_token)
+    quantize_dy = partial(grouped_int8.group_tokens, dy, groups, False)
+    add = partial(grouped_int8.add_wgrad_product, total, True, quantize_dy(), quantize_x(), groups)
+    turn = partial(int8_turned, weight, groups.num_experts)
+    calls: dict[str, Call] = {"turn": turn, "quantize x": quantize_x, "quantize dy": quantize_dy}
+    return calls | _with_tiles("wgrad", add, _INT8_WGRAD_TILES)
 
 
 def _with_tiles(
-    operation: str, call: Callable[..., Any], tiles: Sequence[tuple[int, int, int, int, int]]
+    operation: str, call: Callable[..., Any], tiles: Sequence[tuple[int, int, int, int, int, int]]
 ) -> dict[str, Call]:
     """Return a product with each of the tiles, which is its last argument."""
     from jetrl.precision.triton.portable_int8 import Tile
 
     return {
-        f"{operation} {rows} x {columns} x {depth}, {warps} warps, {stages} stages": partial(
-            call, Tile(rows, columns, depth, warps, stages)
+        f"{operation} {rows} x {columns} x {depth}, {warps} warps, {stages} stages, "
+        f"{registers} registers": partial(
+            call, Tile(rows, columns, depth, warps, stages, registers=registers)
         )
-        for rows, columns, depth, warps, stages in tiles
+        for rows, columns, depth, warps, stages, registers in tiles
     }
 
 
@@ -290,7 +327,8 @@ def product_rows(layer: Layer, load: Load, tiles: bool) -> Iterator[Row]:
             timed = seconds_eager if operation == "wgrad" else lambda f: seconds_per_call([f])
             spent = timed(call)
             row: Row = {"layer": name, "operation": operation, "experts": touched}
-            operations = 0 if operation == "quantize" else 2 * len(rows) * n * k
+            moves = operation.startswith(("quantize", "turn"))
+            operations = 0 if moves else 2 * len(rows) * n * k
             row |= _speeds(spent, bf16.get(operation), operations)
             if operation.startswith("fprop") and load.x.is_cuda:
                 row["of_floor"] = round(

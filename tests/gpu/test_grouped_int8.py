@@ -155,10 +155,11 @@ def test_a_graph_captures_a_layer_with_other_groups() -> None:
     def layer() -> tuple[Tensor, ...]:
         groups = expert_rows.group_rows(chosen, experts)
         y = grouped_int8.int8_grouped_matmul(x, w, groups, by_token=True)
-        dw = grouped_int8.int8_grouped_wgrad(y, values, groups, by_token=True)
+        dw, dw_fp8 = (torch.ones(w.shape, device=CUDA) for _ in range(2))
+        grouped_int8.add_int8_grouped_wgrad(dw, True, y, values, groups, by_token=True)
         rows, along = grouped_fp8.fp8_grouped_gradient(y, groups, "fp32")
         dx = grouped_fp8.fp8_grouped_dgrad(rows, w, groups)
-        dw_fp8 = grouped_fp8.fp8_grouped_wgrad(along, values, groups, True, "fp32")
+        grouped_fp8.add_fp8_grouped_wgrad(dw_fp8, True, along, values, groups, True, "fp32")
         return expert_rows.combine(y, weights, groups), dw, dx, dw_fp8
 
     layer()

@@ -205,10 +205,26 @@ def compare_wgrad(groups: Groups, case: Case) -> dict[str, int]:
             wrong += different(made.codes[:, start:end], expected)
         start = end
     found = {"codes along tokens": wrong}
-    for tile in TILES:
-        made = grouped_int8.wgrad_product(dy_codes, x_codes, groups, tile)
-        found[f"wgrad, {tile}"] = different(made, want.flatten(0, 1))
+    for tile in (None, *TILES):
+        operands = (dy_codes, x_codes, groups, tile)
+        found |= compare_sums(f"wgrad, {tile}", grouped_int8.add_wgrad_product, operands, want)
     return found
+
+
+def compare_sums(
+    name: str, add: Callable[..., None], operands: tuple[object, ...], product: Tensor
+) -> dict[str, int]:
+    """Compare a product of WGrad [E, N, K] that is stored, or added to a sum with zeros and NaN."""
+    product, found = product.flatten(0, 1), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        total = torch.empty(product.shape, dtype=dtype, device=product.device)
+        add(total, False, *operands)
+        found[f"{name}, {dtype}"] = different(total, product.to(dtype))
+    total = random(*product.shape, device=product.device, seed=3)
+    total[:, ::3], total[0] = -0.0, torch.nan
+    want = total + product
+    add(total, True, *operands)
+    return found | {f"{name}, added": different(total, want)}
 
 
 def compare_squares(experts: int, n: int, k: int, device: torch.device) -> int:
@@ -310,8 +326,10 @@ def compare_fp8_wgrad(
         found["dY along rows"] += _different_groups(dy_codes, a, first, last, squares=False)
         found["X along rows"] += _different_groups(x_codes, b, first, last, squares=True)
         first = last
-    made = grouped_fp8.wgrad_product(dy_codes, x_codes, groups)
-    return found | {"wgrad": different(made, want.flatten(0, 1))}
+    for tile in (None, *grouped_fp8.TILES["small"]):
+        operands = (dy_codes, x_codes, groups, tile)
+        found |= compare_sums(f"wgrad, {tile}", grouped_fp8.add_wgrad_product, operands, want)
+    return found
 
 
 def _whole(q: QTensor) -> QTensor:

@@ -30,7 +30,8 @@ if __name__ == "__main__":
     sizes = bench.SIZES["tiny"]
     load, plan = bench.Load.of(sizes, 10, "cpu"), PrecisionPlan.preset("integer")
     groups, linear = experts.group_rows(load.chosen, 4), bench.Layer(sizes, plan, "cpu").gate_up
-    tiles = [call() for call in bench.tile_calls(linear, groups, load.x, True).values()]
+    calls = bench.tile_calls(linear, groups, load.x, True).items()
+    tiles = [call() for name, call in calls if name.startswith("fprop")]
     found |= {f"tile {i}": expert_cases.different(one, tiles[0]) for i, one in enumerate(tiles)}
     # As on a GPU, but for codes of rows and turned weights, whose kernels are not interpreted.
     experts.arithmetic_of = lambda _: defined

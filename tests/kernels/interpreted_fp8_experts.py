@@ -15,9 +15,19 @@ import gluon_interpreter  # noqa: F401  (patches the interpreter, before the ker
 import expert_cases
 import numpy as np
 import torch
+import triton.language as tl
 
 from jetrl.precision import PrecisionPlan, adapter_experts, experts
-from jetrl.precision.triton import operations
+from jetrl.precision.triton import operations, tile
+
+
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+# These are instructions of a GPU.
+tile.widen, tile.larger_pairs = lambda x: x.to(tl.float32), larger
+tile.magnitudes = lambda x: tl.abs(x.to(tl.float32))
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

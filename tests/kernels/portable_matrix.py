@@ -278,7 +278,7 @@ def experts() -> None:
     from jetrl.precision.groups import Groups
     from jetrl.precision.quantize import empty_int8_rows
     from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
-    from jetrl.precision.triton.grouped_int8 import int8_grouped_matmul, int8_grouped_wgrad
+    from jetrl.precision.triton.grouped_int8 import add_int8_grouped_wgrad, int8_grouped_matmul
     from jetrl.precision.triton.int8 import int8_turned
 
     count, slots = 128, 8
@@ -291,7 +291,8 @@ def experts() -> None:
     group_rows(longs(ROWS, slots), count)
     int8_turned(weight, count)
     x, dy = empty(ROWS, 2048), empty(ROWS * slots, 1536)
-    int8_grouped_wgrad(dy, x, groups, by_token=True)
+    for total, begun in ((floats(count * 1536, 2048), True), (empty(count * 1536, 2048), False)):
+        add_int8_grouped_wgrad(total, begun, dy, x, groups, by_token=True)
     y, weights = empty(ROWS * slots, 2048), floats(ROWS, slots)
     combine(y, weights, groups)
     combine_backward(x, y, weights, groups)

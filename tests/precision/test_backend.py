@@ -44,7 +44,7 @@ UNDEFINED = {
     *("rms_norm_squares", "swiglu_quantize_with_values", "swiglu_backward_quantize"),
     *("swiglu_backward_values_", "attend_equal_lengths", "attend_equal_lengths_backward"),
     *("attend_prefill_quantized", "attend_decode_quantized"),
-    *("fp8_grouped_matmul", "fp8_grouped_gradient", "fp8_grouped_dgrad", "fp8_grouped_wgrad"),
+    *("fp8_grouped_matmul", "fp8_grouped_gradient", "fp8_grouped_dgrad", "add_fp8_grouped_wgrad"),
     *("bf16_grouped_matmul", "bf16_grouped_dgrad"),
     *("add_bf16_grouped_product", "add_bf16_grouped_wgrad"),
 }

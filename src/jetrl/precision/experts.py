@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.backend import Arithmetic, arithmetic_of
 from jetrl.precision.exact import exact_sum, sigmoid
 from jetrl.precision.formats import BF16, GEMMInput, StoredWeight, format_of
 from jetrl.precision.gemm import coded_matmul
@@ -206,19 +206,10 @@ def grouped_wgrad(
     dY is from `quantize_grouped_gradient`, X bfloat16 [T, K] or [R, K]. The products of codes are
     rounded to BF16 and added; others are added in float32.
     """
-    plan, groups, coded = grouped.plan, grouped.groups, format_of(grouped.weight).coded
     if (arithmetic := arithmetic_of(x)) is not None:
-        if isinstance(dy, TokenGroups):
-            product = arithmetic.fp8_grouped_wgrad(dy, x, groups, grouped.by_token, plan.scales)
-            return gradients.add(master, product)
-        if grouped.in_bf16:
-            total, returned = gradients.buffer(master)
-            arithmetic.add_bf16_grouped_wgrad(total, dy, x, groups, grouped.by_token)
-            return returned
-        check_terms(len(groups.places))  # a token has at most one row per expert
-        product = arithmetic.int8_grouped_wgrad(dy, x, groups, grouped.by_token)
-        return gradients.add(master, product)
+        return _add_grouped_wgrad(arithmetic, dy, x, grouped, master, gradients)
     assert isinstance(dy, Tensor), "references quantize dY themselves"
+    plan, groups, coded = grouped.plan, grouped.groups, format_of(grouped.weight).coded
     in_codes = coded and plan.gradient.coded
     if in_codes:
         total, returned = dy.new_zeros(grouped.weight.shape), None
@@ -235,7 +226,41 @@ def grouped_wgrad(
             of_experts[expert] = coded_matmul(tokens.mT, entered.mT)
         else:
             matmul_product(dy[rows], entered, of_experts[expert])
-    return gradients.add(master, total) if in_codes else returned
+    if not in_codes:
+        return returned
+
+    def add(summed: Tensor, begun: bool) -> None:
+        summed.add_(total) if begun else summed.copy_(total)
+
+    return gradients.add_in_place(master, add)
+
+
+def _add_grouped_wgrad(
+    arithmetic: Arithmetic,
+    dy: Tensor | TokenGroups,
+    x: Tensor,
+    grouped: GroupedWeight,
+    master: Tensor,
+    gradients: Gradients,
+) -> Tensor | None:
+    """`grouped_wgrad` by kernels, which add to the sum themselves."""
+    groups, by_token, scales = grouped.groups, grouped.by_token, grouped.plan.scales
+    if isinstance(dy, TokenGroups):
+
+        def add_fp8(total: Tensor, begun: bool) -> None:
+            arithmetic.add_fp8_grouped_wgrad(total, begun, dy, x, groups, by_token, scales)
+
+        return gradients.add_in_place(master, add_fp8)
+    if grouped.in_bf16:
+        total, returned = gradients.buffer(master)
+        arithmetic.add_bf16_grouped_wgrad(total, dy, x, groups, by_token)
+        return returned
+    check_terms(len(groups.places))  # a token has at most one row per expert
+
+    def add_int8(total: Tensor, begun: bool) -> None:
+        arithmetic.add_int8_grouped_wgrad(total, begun, dy, x, groups, by_token)
+
+    return gradients.add_in_place(master, add_int8)
 
 
 def _codes(x: GEMMInput, grouped: GroupedWeight) -> tuple[QTensor, QTensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,18 @@ class Gradients:
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
         """Add a BF16 gradient [N, K]."""
         return self._keep(master, _summed(self._sum(master), product[None]))
+
+    def add_in_place(self, master: Tensor, adds: Callable[[Tensor, bool], None]) -> Tensor | None:
+        """Add a BF16 gradient [N, K] that `adds(total, begun)` adds to a float32 sum in place.
+
+        If the sum is not `begun`, `adds` stores the gradient; `total` may then be bfloat16.
+        """
+        total = self._sum(master)
+        begun = total is not None
+        if total is None:
+            total = torch.empty_like(master, dtype=torch.float32)
+        adds(total, begun)
+        return self._keep(master, total)
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
         """Add dy^T x in FP32, of bfloat16 dy [T, N] and x [T, K] (or codes, padded along T)."""
@@ -379,6 +391,15 @@ class OrderedGradients(Gradients):
         stage, chunks = self._begun(master)
         if stage.dtype == torch.float32:
             product = product.float() if chunks is None else chunks.add_(product)
+        self._made(stage, product)
+
+    def add_in_place(self, master: Tensor, adds: Callable[[Tensor, bool], None]) -> None:
+        """Add a BF16 gradient, which is sent in BF16 unless it is a chunk of an FP32 product."""
+        stage, chunks = self._begun(master)
+        product = chunks
+        if product is None:
+            product = torch.empty(stage.shape, dtype=stage.dtype, device=master.device)
+        adds(product, chunks is not None)
         self._made(stage, product)
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from jetrl.precision.triton.add import add_products
 from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
-from jetrl.precision.triton.grouped_int8 import int8_grouped_matmul, int8_grouped_wgrad
+from jetrl.precision.triton.grouped_int8 import add_int8_grouped_wgrad, int8_grouped_matmul
 from jetrl.precision.triton.int8 import int8_rows, int8_tokens, int8_turned
 from jetrl.precision.triton.int8_planes import (
     add_planes_wgrad,

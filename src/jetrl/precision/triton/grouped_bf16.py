@@ -32,7 +32,6 @@ from jetrl.precision.triton.grouped_int8 import (
 )
 from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import (
-    OPTIONS,
     Tile,
     load_codes,
     memory_class,
@@ -236,9 +235,7 @@ def _product(
         tile.depth,
         SIDE,
         k % tile.depth == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )
 
 
@@ -270,7 +267,5 @@ def add_bf16_grouped_wgrad(
         tile.columns,
         tile.depth,
         SIDE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )

@@ -2,7 +2,7 @@
 
     FProp   rows in groups of 1 x 128, times an FP8 weight: `fp8_grouped_matmul`
     DGrad   the same with dY and the transposed weight, also of INT8 codes: `fp8_grouped_dgrad`
-    WGrad   dY in groups of 128 x 1, X in groups of 128 x 128: `fp8_grouped_wgrad`
+    WGrad   dY in groups of 128 x 1, X in groups of 128 x 128: `add_fp8_grouped_wgrad`
 
 Grids, tiles and sizes of groups are as in `triton.grouped_int8`. Sums have the order of
 `precision.gemm`: each block of 128 is summed from zero by tensor cores, then one fused float32
@@ -25,107 +25,139 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from jetrl.precision.groups import Groups, TokenGroups
 from jetrl.precision.quantize import FORMATS, FP8_BLOCK, QTensor
 from jetrl.precision.triton.grouped_int8 import (
     SIDE,
+    add_product,
     blocks_of_group,
+    blocks_of_rows,
+    check_total,
+    halves_of_columns,
     has_few_rows,
     most_tiles,
     rows_of_tile,
     tiles_of_groups,
 )
 from jetrl.precision.triton.int8 import int8_squares_turned
-from jetrl.precision.triton.layout import cdiv, empty_row_groups, padded_rows, whole_groups
-from jetrl.precision.triton.portable_int8 import (
-    OPTIONS,
-    Tile,
-    memory_class,
-    place,
-    pointers,
-    within,
+from jetrl.precision.triton.layout import (
+    cdiv,
+    empty_row_groups,
+    is_ragged,
+    padded_rows,
+    whole_groups,
 )
-from jetrl.precision.triton.quantize import abs_bits, rule, scale_and_multiplier, turned_weight
+from jetrl.precision.triton.portable_int8 import Tile, memory_class, place, pointers, within
+from jetrl.precision.triton.quantize import tile_rule, turned_weight
+from jetrl.precision.triton.tile import TILE, store_block_transposed, store_groups, tile_columns
 
 # Tiles for many rows per expert and for few. Columns divide 128: a tile has one scale per block.
 TILES = {
-    "large": (Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4)),
+    "large": (Tile(128, 128, 128, 8, 3, registers=128), Tile(64, 128, 128, 4, 3)),
     "small": (Tile(128, 128, 128, 8, 2), Tile(64, 64, 128, 4, 3)),
 }
-WGRAD = {"large": Tile(128, 128, 128, 8, 3), "small": Tile(128, 128, 128, 8, 2)}
+WGRAD = {"large": Tile(128, 128, 128, 8, 3, registers=128), "small": Tile(128, 128, 128, 8, 2)}
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
-@triton.jit
+@gluon.jit
+def _rows_of_block(
+    x_ptr, tokens_ptr, first, rows, column, num_columns, row_stride, BY_TOKEN: gl.constexpr
+):
+    """Load a tile [128, 128] in TILE of `rows` sorted rows from `first` on; zeros outside."""
+    line = gl.arange(0, 128, gl.SliceLayout(1, TILE))
+    columns = tile_columns(column)
+    sources = first + line
+    if BY_TOKEN:
+        sources = gl.load(tokens_ptr + sources, mask=line < rows, other=0)
+    places = x_ptr + sources.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    mask = (line < rows)[:, None] & (columns < num_columns)[None, :]
+    return gl.load(places, mask=mask, other=0.0)
+
+
+@gluon.jit
 def _quantize_kernel(
     x_ptr,
     tokens_ptr,
-    ends_ptr,
+    blocks_ptr,
     row_codes_ptr,
     row_scales_ptr,
     codes_ptr,
     scales_ptr,
-    C,
+    num_columns,
     row_stride,
     row_scale_stride,
     width,
-    experts,
-    EXPERTS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    SQUARES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    POW2: tl.constexpr,
+    column_blocks,
+    BY_TOKEN: gl.constexpr,
+    SQUARES: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):
     """Quantize 128 rows of an expert and 128 columns, and store them transposed.
 
     SQUARES: one group of 128 x 128; else groups of 128 x 1, and of 1 x 128 for DGrad.
     """
-    column_blocks = tl.cdiv(C, _BLOCK)
-    block = tl.program_id(0) // column_blocks
-    column = tl.program_id(0) % column_blocks
-    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _BLOCK)
-    if block >= tl.sum(tiles, 0):
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    blocks = gl.num_programs(0) // column_blocks
+    first, end = gl.load(blocks_ptr + blocks + block), gl.load(blocks_ptr + 2 * blocks + block)
+    rows = end - first
+    if rows <= 0:
         return
-    _, first, end = rows_of_tile(ends_ptr, block, tiles, after, EXPERTS, _BLOCK)
-    line = tl.arange(0, _BLOCK)
-    rows = first + line
-    columns = column * _BLOCK + line
-    sources = rows
-    if BY_TOKEN:
-        sources = tl.load(tokens_ptr + rows, mask=rows < end, other=0)
-    mask = within(rows, end, columns, C)
-    x = tl.load(pointers(x_ptr, sources, columns, row_stride), mask=mask, other=0.0)
-    x = x.to(tl.float32)
-    bits = abs_bits(x)
+    y = _rows_of_block(x_ptr, tokens_ptr, first, rows, column, num_columns, row_stride, BY_TOKEN)
     if SQUARES:
-        # Every thread divides the same maximum, and one stores the scale.
-        amax = tl.zeros((_BLOCK,), tl.int32) + tl.max(tl.max(bits, 1), 0)
-        scale, multiplier = scale_and_multiplier(amax, MAXIMUM, FLOOR_BITS, POW2)
-        at = scales_ptr + column * (width // _BLOCK) + block + line
-        tl.store(at, scale, mask=line == 0)
+        store_block_transposed(
+            y,
+            block,
+            column,
+            num_columns,
+            codes_ptr,
+            scales_ptr,
+            width // 128,
+            width,
+            MAXIMUM,
+            FLOOR,
+            POW2,
+        )
     else:
-        scale, multiplier = scale_and_multiplier(tl.max(bits, 1), MAXIMUM, FLOOR_BITS, POW2)
-        codes = (x * multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
-        # Columns past C are zeros up to a whole group.
-        places = pointers(row_codes_ptr, rows, columns, column_blocks * _BLOCK)
-        tl.store(places, codes, mask=(rows < end)[:, None])
-        at = row_scales_ptr + column.to(tl.int64) * row_scale_stride + rows
-        tl.store(at, scale, mask=rows < end)
-        scale, multiplier = scale_and_multiplier(tl.max(bits, 0), MAXIMUM, FLOOR_BITS, POW2)
-        at = scales_ptr + block.to(tl.int64) * C + columns
-        tl.store(at, scale, mask=columns < C)
-    codes = (x * multiplier[None, :]).to(codes_ptr.dtype.element_ty)
-    places = pointers(codes_ptr, columns, block * _BLOCK + line, width)
-    tl.store(places, codes.T, mask=(columns < C)[:, None])
+        # Along rows a block begins anywhere; along columns, at a multiple of 128.
+        stored = column_blocks * 128 if RAGGED else num_columns
+        store_groups(
+            y,
+            block - block,
+            column,
+            rows,
+            num_columns,
+            row_codes_ptr + first.to(gl.int64) * stored,
+            row_scales_ptr + first,
+            row_scale_stride,
+            codes_ptr + block * 128,
+            scales_ptr + block.to(gl.int64) * num_columns,
+            width,
+            RAGGED,
+            True,
+            MAXIMUM,
+            FLOOR,
+            POW2,
+        )
 
 
 @triton.jit
 def _scaled_sum(sums, a, b, scales):
     """Return sums + (a @ b^T) * scales, the product summed from zero and added by one fma."""
-    product = tl.dot(tl.load(a), tl.load(b).T)
+    product = tl.dot(a, b.T)
     return tl.fma(product, tl.broadcast_to(scales[:, None], sums.shape), sums)
+
+
+@triton.jit
+def _offsets(lines, last, stride):
+    """Return int32 offsets [L, 128] of a block of lines; after the last line, it is read again."""
+    return tl.minimum(lines, last)[:, None] * stride + tl.arange(0, _BLOCK)[None, :]
 
 
 @triton.jit(do_not_specialize=["a_scale_block"])
@@ -165,28 +197,42 @@ def _product_kernel(
     tile, n = place(tl.program_id(0), down, across, SIDE)
     expert, first, end = rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS, ROWS)
     rows = first + tl.arange(0, ROWS)
-    columns = n * COLUMNS + tl.arange(0, COLUMNS)
+    HALF: tl.constexpr = COLUMNS // 2
+    columns = n * COLUMNS + tl.arange(0, HALF)
     # Past the end, the last row and column are read again, so that no load needs a mask.
     sources = tl.minimum(rows, end - 1)
     if BY_TOKEN:
         sources = tl.load(tokens_ptr + sources)
-    along = tl.arange(0, _BLOCK)
-    a = pointers(a_ptr, sources, along, a_stride)
-    b = pointers(
-        b_ptr + expert.to(tl.int64) * b_expert, tl.minimum(columns, N - 1), along, b_stride
-    )
+    a = pointers(a_ptr, sources, tl.arange(0, _BLOCK), a_stride)
+    # Offsets of 32 bits from one pointer, and scales one block ahead, save registers and time.
+    b = b_ptr + expert.to(tl.int64) * b_expert + (n * COLUMNS).to(tl.int64) * b_stride
+    last = N - 1 - n * COLUMNS
+    left = _offsets(tl.arange(0, HALF), last, b_stride)
+    right = _offsets(HALF + tl.arange(0, HALF), last, b_stride)
     a_scales = a_scales_ptr + sources
     b_scales = b_scales_ptr + expert.to(tl.int64) * b_scale_expert
     b_scales += (n * COLUMNS // _BLOCK).to(tl.int64) * b_scale_row
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, K, _BLOCK):
-        sums = _scaled_sum(sums, a, b, tl.load(a_scales) * tl.load(b_scales))
-        a += _BLOCK
-        b += _BLOCK
+    zeros = tl.minimum(rows, 0)  # a scalar would be waited for before each product
+    left_sums = tl.zeros((ROWS, HALF), tl.float32)
+    right_sums = tl.zeros((ROWS, HALF), tl.float32)
+    a_scale = tl.load(a_scales)
+    b_scale = tl.load(b_scales + zeros)
+    for k in range(0, K, _BLOCK):
+        scales = a_scale * b_scale
         a_scales += a_scale_block
         b_scales += b_scale_block
-    y = sums.to(out_ptr.dtype.element_ty)
-    tl.store(pointers(out_ptr, rows, columns, N), y, mask=within(rows, end, columns, N))
+        a_scale = tl.load(a_scales, mask=k + _BLOCK < K, other=0.0)
+        b_scale = tl.load(b_scales + zeros, mask=k + _BLOCK < K, other=0.0)
+        x = tl.load(a)
+        left_sums = _scaled_sum(left_sums, x, tl.load(b + left), scales)
+        right_sums = _scaled_sum(right_sums, x, tl.load(b + right), scales)
+        a += _BLOCK
+        b += _BLOCK
+    halves = (left_sums, right_sums)
+    for half in tl.static_range(2):
+        y = halves[half].to(out_ptr.dtype.element_ty)
+        places = pointers(out_ptr, rows, columns + half * HALF, N)
+        tl.store(places, y, mask=within(rows, end, columns + half * HALF, N))
 
 
 @triton.jit
@@ -196,40 +242,54 @@ def _wgrad_kernel(
     dy_scales_ptr,
     x_scales_ptr,
     ends_ptr,
-    out_ptr,
+    total_ptr,
     N,
     K,
     width,
-    experts,
+    ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Compute a tile of dW [N, K] of one expert; zeros if it has no rows."""
+    """Add or store a tile of dW [N, K] of one expert; zeros if it has no rows."""
     down = tl.cdiv(N, ROWS)
     across = tl.cdiv(K, COLUMNS)
     expert = tl.program_id(0) // (down * across)
     m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
     rows = m * ROWS + tl.arange(0, ROWS)
-    columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    first, count = blocks_of_group(ends_ptr, expert, experts, EXPERTS, _BLOCK)
-    along = first * _BLOCK + tl.arange(0, _BLOCK)
-    features = tl.minimum(rows, N - 1)
-    a = pointers(dy_ptr, features, along, width)
-    b = pointers(x_ptr, tl.minimum(columns, K - 1), along, width)
-    a_scales = dy_scales_ptr + first.to(tl.int64) * N + features
+    HALF: tl.constexpr = COLUMNS // 2
+    columns = n * COLUMNS + tl.arange(0, HALF)
+    first, count = blocks_of_group(ends_ptr, expert, EXPERTS, _BLOCK)
+    a = dy_ptr + (m * ROWS).to(tl.int64) * width + first * _BLOCK
+    b = x_ptr + (n * COLUMNS).to(tl.int64) * width + first * _BLOCK
+    top = _offsets(tl.arange(0, ROWS), N - 1 - m * ROWS, width)
+    left = _offsets(tl.arange(0, HALF), K - 1 - n * COLUMNS, width)
+    right = _offsets(HALF + tl.arange(0, HALF), K - 1 - n * COLUMNS, width)
+    a_scales = dy_scales_ptr + first.to(tl.int64) * N
     b_scales = x_scales_ptr + (n * COLUMNS // _BLOCK) * (width // _BLOCK) + first
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, count):
-        sums = _scaled_sum(sums, a, b, tl.load(a_scales) * tl.load(b_scales))
-        a += _BLOCK
-        b += _BLOCK
+    features, zeros = tl.minimum(rows, N - 1), tl.minimum(rows, 0)
+    left_sums = tl.zeros((ROWS, HALF), tl.float32)
+    right_sums = tl.zeros((ROWS, HALF), tl.float32)
+    a_scale = tl.load(a_scales + features, mask=count > 0, other=0.0)
+    b_scale = tl.load(b_scales + zeros, mask=count > 0, other=0.0)
+    for block in range(0, count):
+        scales = a_scale * b_scale
         a_scales += N
         b_scales += 1
+        a_scale = tl.load(a_scales + features, mask=block + 1 < count, other=0.0)
+        b_scale = tl.load(b_scales + zeros, mask=block + 1 < count, other=0.0)
+        dy = tl.load(a + top)
+        left_sums = _scaled_sum(left_sums, dy, tl.load(b + left), scales)
+        right_sums = _scaled_sum(right_sums, dy, tl.load(b + right), scales)
+        a += _BLOCK
+        b += _BLOCK
     lines = expert.to(tl.int64) * N + rows
-    mask = within(rows, N, columns, K)
-    tl.store(pointers(out_ptr, lines, columns, K), sums.to(out_ptr.dtype.element_ty), mask=mask)
+    strips = halves_of_columns(left_sums) + halves_of_columns(right_sums)
+    for strip in tl.static_range(4):
+        columns = n * COLUMNS + strip * (HALF // 2) + tl.arange(0, HALF // 2)
+        mask = within(rows, N, columns, K)
+        add_product(total_ptr, strips[strip], lines, columns, mask, K, ADD)
 
 
 def fp8_grouped_matmul(x: QTensor, w: QTensor, groups: Groups, by_token: bool) -> Tensor:
@@ -322,9 +382,7 @@ def _product(
         tile.rows,
         tile.columns,
         SIDE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )
     return out
 
@@ -336,7 +394,7 @@ def fp8_grouped_gradient(dy: Tensor, groups: Groups, scales: str) -> tuple[QTens
 
 
 def quantized_input(x: Tensor, groups: Groups, by_token: bool, scales: str) -> TokenGroups:
-    """Return X of `fp8_grouped_wgrad` in groups of 128 x 128."""
+    """Return X of `add_fp8_grouped_wgrad` in groups of 128 x 128."""
     return _quantized(x, groups, by_token, None, scales)
 
 
@@ -358,7 +416,7 @@ def _quantized(
         _quantize_kernel[(tiles * blocks,)](
             x,
             groups.tokens,
-            groups.ends,
+            blocks_of_rows(groups, tiles),
             row_codes,
             row_scales,
             codes,
@@ -367,52 +425,59 @@ def _quantized(
             x.stride(0),
             padded_rows(num_rows),
             codes.shape[1],
-            experts,
-            triton.next_power_of_2(experts),
+            blocks,
             by_token,
             rows is None,
-            **rule("e4m3", scales),
-            num_warps=8 if rows is None else 16,
-            **OPTIONS,
+            is_ragged(features),
+            **tile_rule("e4m3", scales),
         )
     return made
 
 
-def fp8_grouped_wgrad(
-    dy: TokenGroups, x: Tensor, groups: Groups, by_token: bool, scales: str
-) -> Tensor:
-    """Return dW, bfloat16 [E * N, K]; zeros for experts without rows.
+def add_fp8_grouped_wgrad(
+    total: Tensor,
+    begun: bool,
+    dy: TokenGroups,
+    x: Tensor,
+    groups: Groups,
+    by_token: bool,
+    scales: str,
+) -> None:
+    """Add dW, rounded to bfloat16, to `total` [E * N, K], or store it if the sum is not `begun`.
 
-    dY is from `fp8_grouped_gradient`, X bfloat16 [T, K] if `by_token`, else [R, K].
+    dY is from `fp8_grouped_gradient`, X bfloat16 [T, K] if `by_token`, else [R, K]. dW of experts
+    without rows is zero. A `total` that is not begun may be bfloat16.
     """
-    return wgrad_product(dy, quantized_input(x, groups, by_token, scales), groups)
+    add_wgrad_product(total, begun, dy, quantized_input(x, groups, by_token, scales), groups)
 
 
-def wgrad_product(
-    dy: TokenGroups, x: TokenGroups, groups: Groups, tile: Tile | None = None
-) -> Tensor:
-    """`fp8_grouped_wgrad` of X in groups of 128 x 128; `tile` changes no bits."""
+def add_wgrad_product(
+    total: Tensor,
+    begun: bool,
+    dy: TokenGroups,
+    x: TokenGroups,
+    groups: Groups,
+    tile: Tile | None = None,
+) -> None:
+    """`add_fp8_grouped_wgrad` of X in groups of 128 x 128; `tile` changes no bits."""
     (rows, width), columns, experts = dy.codes.shape, x.codes.shape[0], groups.num_experts
     assert width == x.codes.shape[1], f"codes of {width} and {x.codes.shape[1]} rows"
+    check_total(total, begun, (experts * rows, columns))
     tile = tile or WGRAD[memory_class(dy.codes.device)]
-    out = torch.empty(experts * rows, columns, dtype=torch.bfloat16, device=dy.codes.device)
     _wgrad_kernel[(experts * cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
         dy.codes,
         x.codes,
         dy.scales,
         x.scales,
         groups.ends,
-        out,
+        total,
         rows,
         columns,
         width,
-        experts,
+        begun,
         triton.next_power_of_2(experts),
         tile.rows,
         tile.columns,
         SIDE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )
-    return out

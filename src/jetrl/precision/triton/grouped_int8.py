@@ -1,7 +1,7 @@
 """Grouped INT8 products of experts in plain Triton, for compute capability 8.0 and later.
 
     FProp, DGrad   rows of a group times its expert's matrix: `int8_grouped_matmul`
-    WGrad          the sum over a group's rows, of codes along them: `int8_grouped_wgrad`
+    WGrad          the sum over a group's rows, of codes along them: `add_int8_grouped_wgrad`
 
 Group sizes stay on the device. A grid covers the largest number of tiles that any sizes can have;
 each program finds its group by the ends of all groups, and those past the last tile end at once. So
@@ -32,6 +32,7 @@ from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
     Tile,
+    load_scales,
     memory_class,
     place,
     pointers,
@@ -42,7 +43,7 @@ from jetrl.precision.triton.quantize import FLOOR_BITS, abs_bits, scale_and_mult
 # Tiles by the largest mean number of rows per expert (0: more), about half of a tile's rows, since
 # groups differ in size. The small ones fit in 99 KB of shared memory.
 _LARGE = {
-    0: Tile(128, 256, 128, 8, 3),
+    0: Tile(128, 128, 128, 8, 3),
     160: Tile(64, 256, 128, 8, 3),
     40: Tile(64, 128, 128, 4, 4),
     20: Tile(32, 64, 256, 4, 4),
@@ -56,7 +57,7 @@ _SMALL = {
     8: Tile(16, 32, 256, 4, 4),
 }
 TILES = {"large": _LARGE, "small": _SMALL}
-WGRAD = {"large": Tile(128, 256, 128, 8, 3), "small": Tile(128, 256, 64, 8, 4)}
+WGRAD = {"large": Tile(128, 128, 128, 8, 3, registers=128), "small": Tile(128, 256, 64, 8, 4)}
 SIDE = 8  # rows of tiles that share columns in L2
 _ALONG = tl.constexpr(128)  # rows of a group are padded to a multiple
 _FEATURES = 128  # per program that quantizes 64 rows along tokens
@@ -73,11 +74,11 @@ class TokenCodes:
     Attributes:
         codes: int8 [C, P], each group padded with zeros to a multiple of 128; undefined past the
             last group.
-        amax: int32 [E, C], the float32 bits of each feature's maximum in a group; 0 without rows.
+        scales: float32 [E, C], of each feature in a group; 0 without rows.
     """
 
     codes: Tensor
-    amax: Tensor
+    scales: Tensor
 
 
 def tile_class(rows: int, experts: int) -> int:
@@ -94,6 +95,11 @@ def has_few_rows(rows: int, experts: int) -> bool:
 def most_tiles(rows: int, experts: int, size: int) -> int:
     """Return the largest number of tiles of `size` rows, whatever the sizes of groups are."""
     return (rows + min(rows, experts) * (size - 1)) // size
+
+
+def strips_of(tile: Tile) -> int:
+    """Return the number of strips in which a tile is stored."""
+    return 4 if tile.columns > 64 else 1
 
 
 @triton.jit
@@ -117,12 +123,62 @@ def rows_of_tile(ends_ptr, tile, tiles, after, EXPERTS: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def blocks_of_group(ends_ptr, expert, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the first of a group's blocks of ROWS rows, and their number."""
+def _blocks_kernel(ends_ptr, blocks_ptr, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Write the expert, the first row and the end of the group of one block of ROWS rows."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
     tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, ROWS)
-    own = tl.arange(0, EXPERTS) == expert
-    count = tl.sum(tl.where(own, tiles, 0), 0)
-    return tl.sum(tl.where(own, after, 0), 0) - count, count
+    inside = block < tl.sum(tiles, 0)
+    expert, first, end = rows_of_tile(
+        ends_ptr, tl.where(inside, block, 0), tiles, after, EXPERTS, ROWS
+    )
+    tl.store(blocks_ptr + block, expert)
+    tl.store(blocks_ptr + blocks + block, first)
+    tl.store(blocks_ptr + 2 * blocks + block, tl.where(inside, end, first))
+
+
+@triton.jit
+def blocks_of_group(ends_ptr, expert, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the first of a group's blocks of ROWS rows, and their number."""
+    numbers = tl.arange(0, EXPERTS)
+    lower = numbers < expert
+    ends = tl.load(ends_ptr + numbers, mask=lower, other=0)
+    starts = tl.load(ends_ptr + numbers - 1, mask=lower & (numbers > 0), other=0)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    count = tl.cdiv(tl.load(ends_ptr + expert) - start, ROWS)
+    return tl.sum(tl.cdiv(ends - starts, ROWS), 0), count
+
+
+@triton.jit
+def halves_of_columns(x):
+    """Return the first and the second half of the columns of a tile."""
+    pairs = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def strips_of_columns(x, NUMBER: tl.constexpr):
+    """Return 1, 2 or 4 strips of the columns of a tile, each of which takes fewer registers."""
+    if NUMBER == 1:
+        strips = (x,)
+    else:
+        first, second = halves_of_columns(x)
+        strips = (first, second)  # type: ignore[assignment]
+        if NUMBER == 4:
+            strips = halves_of_columns(first) + halves_of_columns(second)
+    return strips
+
+
+@triton.jit
+def add_product(total_ptr, product, lines, columns, mask, stride, ADD: tl.constexpr):
+    """Add a tile rounded to bfloat16 to a float32 total, or store it if not ADD."""
+    places = pointers(total_ptr, lines, columns, stride)
+    product = product.to(tl.bfloat16)
+    if ADD:
+        before = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first")
+        product = before + product.to(tl.float32)
+    tl.store(
+        places, product.to(total_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
@@ -151,6 +207,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    STRIPS: tl.constexpr,
     SIDE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -180,10 +237,14 @@ def _product_kernel(
         a += DEPTH
         b += DEPTH
     s = tl.load(x_scales_ptr + sources)
-    t = tl.load(w_scales_ptr + lines)
-    y = sums.to(tl.float32) * s[:, None] * t[None, :]
-    y = y.to(out_ptr.dtype.element_ty)
-    tl.store(pointers(out_ptr, rows, columns, N), y, mask=within(rows, end, columns, N))
+    w_scales_ptr += expert.to(tl.int64) * N
+    strips = strips_of_columns(sums, STRIPS)
+    for strip in tl.static_range(STRIPS):
+        columns = n * COLUMNS + strip * (COLUMNS // STRIPS) + tl.arange(0, COLUMNS // STRIPS)
+        t = load_scales(w_scales_ptr, columns, N)
+        y = strips[strip].to(tl.float32) * s[:, None] * t[None, :]
+        y = y.to(out_ptr.dtype.element_ty)
+        tl.store(pointers(out_ptr, rows, columns, N), y, mask=within(rows, end, columns, N))
 
 
 @triton.jit
@@ -263,23 +324,24 @@ def _tokens_kernel(
     x_ptr,
     tokens_ptr,
     ends_ptr,
+    blocks_ptr,
     amax_ptr,
     codes_ptr,
+    scales_ptr,
     C,
     row_stride,
     width,
-    experts,
-    EXPERTS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     CODES: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """Rotate 64 rows of a group along them; take their maxima, or store codes if CODES."""
-    block = tl.program_id(0)
-    tiles, after = tiles_of_groups(ends_ptr, experts, EXPERTS, _ALONG)
-    if block // 2 >= tl.sum(tiles, 0):
+    block, blocks = tl.program_id(0), tl.num_programs(0) // 2
+    expert = tl.load(blocks_ptr + block // 2)
+    first = tl.load(blocks_ptr + blocks + block // 2)
+    end = tl.load(blocks_ptr + 2 * blocks + block // 2)
+    if first == end:
         return
-    expert, first, end = rows_of_tile(ends_ptr, block // 2, tiles, after, EXPERTS, _ALONG)
     rows = first + block % 2 * 64 + tl.arange(0, 64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     inside = columns < C
@@ -289,10 +351,12 @@ def _tokens_kernel(
     mask = within(rows, end, columns, C)
     x = tl.load(pointers(x_ptr, sources, columns, row_stride), mask=mask, other=0.0)
     values = _rotated_rows(x)
-    maxima = amax_ptr + expert * C + columns
+    features = expert.to(tl.int64) * C + columns
     if CODES:
-        bits = tl.load(maxima, mask=inside, other=0)
-        _, multiplier = scale_and_multiplier(bits, _TOP, _FLOOR, False)
+        bits = tl.load(amax_ptr + features, mask=inside, other=0)
+        scale, multiplier = scale_and_multiplier(bits, _TOP, _FLOOR, False)
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        tl.store(scales_ptr + features, scale, mask=inside & (first + block % 2 == start))
         words = _words(values, multiplier)
         places = pointers(codes_ptr, columns, block * 16 + tl.arange(0, 16), width // 4)
         tl.store(places, words, mask=inside[:, None])
@@ -300,44 +364,36 @@ def _tokens_kernel(
         bits = abs_bits(values[0])
         for i in tl.static_range(1, 64):
             bits = tl.maximum(bits, abs_bits(values[i]))
-        tl.atomic_max(maxima, bits, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def _load_scales(amax_ptr, expert, features, number):
-    """Load the scales of some features of a group."""
-    places = amax_ptr + expert * number + features
-    bits = tl.load(places, mask=features < number, other=0)
-    scale, _ = scale_and_multiplier(bits, _TOP, _FLOOR, False)
-    return scale
+        tl.atomic_max(amax_ptr + features, bits, mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _wgrad_kernel(
     dy_ptr,
     x_ptr,
-    dy_amax_ptr,
-    x_amax_ptr,
+    dy_scales_ptr,
+    x_scales_ptr,
     ends_ptr,
-    out_ptr,
+    total_ptr,
     N,
     K,
     width,
-    experts,
+    ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    STRIPS: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Compute a tile of dW [N, K] of one expert; zeros if it has no rows."""
+    """Add or store a tile of dW [N, K] of one expert; zeros if it has no rows."""
     down = tl.cdiv(N, ROWS)
     across = tl.cdiv(K, COLUMNS)
     expert = tl.program_id(0) // (down * across)
     m, n = place(tl.program_id(0) % (down * across), down, across, SIDE)
     rows = m * ROWS + tl.arange(0, ROWS)
     columns = n * COLUMNS + tl.arange(0, COLUMNS)
-    first, count = blocks_of_group(ends_ptr, expert, experts, EXPERTS, _ALONG)
+    first, count = blocks_of_group(ends_ptr, expert, EXPERTS, _ALONG)
     along = first * _ALONG + tl.arange(0, DEPTH)
     a = pointers(dy_ptr, tl.minimum(rows, N - 1), along, width)
     b = pointers(x_ptr, tl.minimum(columns, K - 1), along, width)
@@ -346,12 +402,28 @@ def _wgrad_kernel(
         sums = tl.dot(tl.load(a), tl.load(b).T, sums, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH
-    s = _load_scales(dy_amax_ptr, expert, rows, N)
-    t = _load_scales(x_amax_ptr, expert, columns, K)
-    dw = sums.to(tl.float32) * s[:, None] * t[None, :]
     lines = expert.to(tl.int64) * N + rows
-    mask = within(rows, N, columns, K)
-    tl.store(pointers(out_ptr, lines, columns, K), dw.to(out_ptr.dtype.element_ty), mask=mask)
+    s = tl.load(dy_scales_ptr + lines, mask=rows < N, other=0.0)
+    x_scales_ptr += expert.to(tl.int64) * K
+    strips = strips_of_columns(sums, STRIPS)
+    for strip in tl.static_range(STRIPS):
+        columns = n * COLUMNS + strip * (COLUMNS // STRIPS) + tl.arange(0, COLUMNS // STRIPS)
+        t = load_scales(x_scales_ptr, columns, K)
+        dw = strips[strip].to(tl.float32) * s[:, None] * t[None, :]
+        add_product(total_ptr, dw, lines, columns, within(rows, N, columns, K), K, ADD)
+
+
+def blocks_of_rows(groups: Groups, blocks: int) -> Tensor:
+    """Return the expert, first row and end of its group of blocks of 128 rows, int32 [3, blocks].
+
+    A block past the last one ends with its first row.
+    """
+    table = torch.empty(3, blocks, dtype=torch.int32, device=groups.ends.device)
+    experts = groups.num_experts
+    _blocks_kernel[(blocks,)](
+        groups.ends, table, experts, triton.next_power_of_2(experts), _ALONG.value, num_warps=1
+    )
+    return table
 
 
 def int8_grouped_matmul(
@@ -393,11 +465,10 @@ def product(
             tile.rows,
             tile.columns,
             tile.depth,
+            strips_of(tile),
             SIDE,
             k % tile.depth == 0,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **OPTIONS,
+            **tile.options,
         )
     return out
 
@@ -412,62 +483,80 @@ def group_tokens(x: Tensor, groups: Groups, by_token: bool) -> TokenCodes:
     assert len(x) == (len(groups.places) if by_token else rows), f"{len(x)} rows of X"
     tiles = most_tiles(rows, experts, _ALONG.value)
     codes = torch.empty(features, tiles * _ALONG.value, dtype=torch.int8, device=x.device)
-    amax = torch.zeros(experts, features, dtype=torch.int32, device=x.device)
-    for stores_codes in (False, True) if rows else ():
+    amax = torch.zeros(2, experts, features, dtype=torch.int32, device=x.device)
+    made = TokenCodes(codes, amax[1].view(torch.float32))
+    if not rows:
+        return made
+    table = blocks_of_rows(groups, tiles)
+    for stores_codes in (False, True):
         _tokens_kernel[(tiles * _ALONG.value // ROTATION, cdiv(features, _FEATURES))](
             x,
             groups.tokens,
             groups.ends,
+            table,
             amax,
             codes.view(torch.int32),
+            made.scales,
             features,
             x.stride(0),
             codes.shape[1],
-            experts,
-            triton.next_power_of_2(experts),
             by_token,
             stores_codes,
             _FEATURES,
             num_warps=4,
             **OPTIONS,
         )
-    return TokenCodes(codes, amax)
+    return made
 
 
-def int8_grouped_wgrad(dy: Tensor, x: Tensor, groups: Groups, by_token: bool) -> Tensor:
-    """Return dW, bfloat16 [E * N, K], of bfloat16 dY [R, N] and X; zeros for experts without rows.
+def add_int8_grouped_wgrad(
+    total: Tensor, begun: bool, dy: Tensor, x: Tensor, groups: Groups, by_token: bool
+) -> None:
+    """Add dW, rounded to bfloat16, to `total` [E * N, K], or store it if the sum is not `begun`.
 
-    X is [T, K] if `by_token`, else [R, K].
+    dY is bfloat16 [R, N], X [T, K] if `by_token`, else [R, K]; dW of experts without rows is zero.
+    A `total` that is not begun may be bfloat16.
     """
-    tile = WGRAD[memory_class(x.device)]
     codes = group_tokens(dy, groups, by_token=False)
-    return wgrad_product(codes, group_tokens(x, groups, by_token), groups, tile)
+    add_wgrad_product(total, begun, codes, group_tokens(x, groups, by_token), groups)
 
 
-def wgrad_product(dy: TokenCodes, x: TokenCodes, groups: Groups, tile: Tile) -> Tensor:
-    """`int8_grouped_wgrad` of dY [N, P] and X [K, P] in codes, by tiles of a given size."""
+def add_wgrad_product(
+    total: Tensor,
+    begun: bool,
+    dy: TokenCodes,
+    x: TokenCodes,
+    groups: Groups,
+    tile: Tile | None = None,
+) -> None:
+    """`add_int8_grouped_wgrad` of dY [N, P] and X [K, P] in codes; `tile` changes no bits."""
     (rows, width), columns, experts = dy.codes.shape, x.codes.shape[0], groups.num_experts
+    tile = tile or WGRAD[memory_class(dy.codes.device)]
     assert width == x.codes.shape[1], f"codes of {width} and {x.codes.shape[1]} rows"
     assert _ALONG.value % tile.depth == 0, f"{tile}"
-    out = torch.empty(experts * rows, columns, dtype=torch.bfloat16, device=dy.codes.device)
+    check_total(total, begun, (experts * rows, columns))
     _wgrad_kernel[(experts * cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
         dy.codes,
         x.codes,
-        dy.amax,
-        x.amax,
+        dy.scales,
+        x.scales,
         groups.ends,
-        out,
+        total,
         rows,
         columns,
         width,
-        experts,
+        begun,
         triton.next_power_of_2(experts),
         tile.rows,
         tile.columns,
         tile.depth,
+        strips_of(tile),
         SIDE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )
-    return out
+
+
+def check_total(total: Tensor, begun: bool, shape: tuple[int, int]) -> None:
+    """Check the sum of a weight's gradients."""
+    assert (total.shape, total.is_contiguous()) == (shape, True), f"{total.shape}, not {shape}"
+    assert total.dtype == torch.float32 or not begun, f"sums in {total.dtype}"

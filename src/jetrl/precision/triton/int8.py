@@ -39,6 +39,7 @@ from jetrl.precision.triton.layout import cdiv, empty_int8_operand, empty_weight
 _TOP = gl.constexpr(FORMATS[INT8_CODES][1])
 _PANEL, _PROGRAMS = 128, 4  # columns per tile of 64 tokens, and programs per SM
 _OPTIONS = {"enable_fp_fusion": False}
+_TURN_OPTIONS = {"num_warps": 8, "maxnreg": 80, **_OPTIONS}  # three programs per SM
 
 
 @gluon.jit
@@ -322,8 +323,7 @@ def int8_squares_turned(w: QTensor, experts: int = 1) -> QTensor:
         is_ragged(rows) or is_ragged(columns),
         FORMATS["e4m3"][1],
         AMAX_FLOOR,
-        num_warps=8,
-        **_OPTIONS,
+        **_TURN_OPTIONS,
     )
     return q
 
@@ -386,18 +386,9 @@ def int8_turned(w: QTensor, experts: int = 1) -> QTensor:
     q = empty_int8_rows(experts * columns, rows, w.codes.device)
     amax = torch.zeros(experts * columns, dtype=torch.int32, device=w.codes.device)
     grid = (rows // ROTATION, cdiv(columns, 256), experts)
-    _weight_maxima_kernel[grid](w.codes, w.scales, amax, rows, columns, num_warps=8, **_OPTIONS)
+    _weight_maxima_kernel[grid](w.codes, w.scales, amax, rows, columns, **_TURN_OPTIONS)
     _turn_kernel[grid](
-        w.codes,
-        w.scales,
-        amax,
-        q.codes,
-        q.scales,
-        rows,
-        columns,
-        AMAX_FLOOR,
-        num_warps=8,
-        **_OPTIONS,
+        w.codes, w.scales, amax, q.codes, q.scales, rows, columns, AMAX_FLOOR, **_TURN_OPTIONS
     )
     return q
 

@@ -18,12 +18,12 @@ from jetrl.precision.triton.grouped_bf16 import (
     bf16_grouped_matmul,
 )
 from jetrl.precision.triton.grouped_fp8 import (
+    add_fp8_grouped_wgrad,
     fp8_grouped_dgrad,
     fp8_grouped_gradient,
     fp8_grouped_matmul,
-    fp8_grouped_wgrad,
 )
-from jetrl.precision.triton.grouped_int8 import int8_grouped_matmul, int8_grouped_wgrad
+from jetrl.precision.triton.grouped_int8 import add_int8_grouped_wgrad, int8_grouped_matmul
 from jetrl.precision.triton.int8 import int8_rows, int8_squares_turned, int8_tokens, int8_turned
 from jetrl.precision.triton.layout import empty_weight
 from jetrl.precision.triton.portable_int8 import int8_matmul

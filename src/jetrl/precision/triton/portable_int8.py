@@ -35,7 +35,7 @@ OPTIONS = {"enable_fp_fusion": False}
 class Tile:
     """A program's rows, columns and values along K at a time, its warps and pipeline stages.
 
-    `bf16`: multiply by BF16 tensor cores.
+    `bf16`: multiply by BF16 tensor cores. `registers`: the limit per thread, 0 without.
     """
 
     rows: int
@@ -44,6 +44,13 @@ class Tile:
     warps: int
     stages: int
     bf16: bool = False
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """The options of a launch."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit, **OPTIONS}
 
 
 # Tiles by the largest number of rows (0: more); the small ones fit in 99 KB of shared memory.
@@ -265,9 +272,7 @@ def product(a: QTensor, b: QTensor, out_dtype: torch.dtype, tile: Tile, parts: i
         k % tile.depth == 0,
         split,
         tile.bf16,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **OPTIONS,
+        **tile.options,
     )
     if split:
         _add_parts_kernel[(rows, cdiv(columns, _STRIP))](
