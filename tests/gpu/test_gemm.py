@@ -154,7 +154,9 @@ def test_close_to_the_exact_reference(gemm, kernels, shape, rows: int, scales: s
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("shape", [(151936, 4096), (4096, 4096), (1152, 896)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(151936, 4096), (4096, 4096), (1152, 896), (1, 512), (16, 2048)], ids=str
+)
 def test_bf16_rows_have_the_same_bits_at_every_m(shape, out_dtype) -> None:
     bf16_matmul = pytest.importorskip("jetrl.precision.triton.bf16").bf16_matmul
     n, k = shape

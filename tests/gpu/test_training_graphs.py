@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ def test_graphs_can_be_closed_while_others_are_captured() -> None:
 
 
 def test_memory_is_counted_and_given_back() -> None:
+    gc.collect()
     before = torch.cuda.memory_allocated()
     policy = make_policy(config("smollm2"), "int8")
     capture = GraphCapture(policy.device)
@@ -146,5 +148,6 @@ def test_memory_is_counted_and_given_back() -> None:
     assert capture._held.bytes == 0
     trainer.step(samples_of(policy, 3, LENGTHS))  # eagerly
     del trainer, graphs, capture, policy
+    gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before + 2**24

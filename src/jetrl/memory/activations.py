@@ -154,7 +154,10 @@ def on_top_bytes(
     if config.head == "score":
         return in_layer
     if number_format(plan.lm_head).two_planes:
-        return max(in_layer, _planes_head_bytes(config, batch.tokens, wgrad.in_head))
+        in_head = _planes_head_bytes(config, batch.tokens, wgrad.in_head)
+        if recomputed:  # the layer that is made again is not there yet
+            in_head -= kept_bytes(config, plan, batch.tokens) // config.num_layers
+        return max(in_layer, in_head)
     logits = logits_bytes(config, plan, batch.tokens)
     hidden = 10 * batch.tokens * config.hidden_size + wgrad.in_head
     if recomputed:

@@ -1,4 +1,4 @@
-"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS with a fixed reduction order."""
+"""`precision.gemm.bf16_matmul` on a GPU: cuBLAS with a fixed reduction order, or tiles."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.precision.triton import float_tiles
 from jetrl.precision.triton.layout import padded_rows, placed
 
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`precision.gemm.bf16_matmul` with batch-invariant bits: no split K, at least 64 rows."""
+    # For one column cuBLAS picks by the number of rows, with different bits: a gate of experts had
+    # other bits in sampling (torch 2.11, CUDA 13.0).
+    if len(b) < float_tiles.MANY_ROWS.columns // 2:
+        return float_tiles.bf16_matmul(a, b, out_dtype)
     # For few rows cuBLAS would pick other kernels with different bits, so pad to 64 rows.
     rows, columns = a.shape
     padded = placed(a, (padded_rows(rows), columns), (columns, 1))
