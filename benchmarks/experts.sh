@@ -5,10 +5,9 @@
 #     sh benchmarks/experts.sh all [OUT]
 #
 # OUT is the folder of the output files, build/bench unless it is given: JSON, and text of tests. PYTHON
-# is the interpreter. `all` runs the parts that need no switch, and continues after one that fails. The
+# is the interpreter. `all` runs the parts without whole models, and continues after one that fails. The
 # seconds are those that one H200 is expected to take, start and compiling included; they were not
-# measured. GPUs refuse experts until `Backend.experts` is set, which is for a person to do after
-# `tests` has passed: the parts below that line open whole models.
+# measured.
 set -eu
 out=${2:-build/bench}
 python=${PYTHON:-python3}
@@ -54,7 +53,7 @@ all)
         sh "$0" "$part" "$out" || failed="$failed $part"
     done
     [ -z "$failed" ] || { echo "failed:$failed"; exit 1; } ;;
-# Below: `Backend.experts` must be set. All tokens of a model of 12 layers compared between sampler and
+# All tokens of a model of 12 layers compared between sampler and
 # trainer, after two updates; 200 s.
 bits)
     bench experts_bits parity --shape "$shape" --layers 12 --updates 2 --plan int8 \

@@ -296,7 +296,7 @@ class TrainSettings(Section):
     """action if an update has a NaN or infinite loss or gradient"""
     activation_checkpointing: bool = False
     """recompute layers in the backward pass: less memory, about a third more time"""
-    graphs: Literal["off", "auto", "on"] = "off"
+    graphs: Literal["off", "auto", "on"] = "auto"
     """launch an update as captured CUDA graphs, which is faster for models below 1B parameters and
     keeps the memory of a micro-batch. auto: only if no bit can change and the model is small
     (docs/training.md)"""
