@@ -158,6 +158,30 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     assert "it fits with reference.offload=true" in refused(least, "algorithm.kl=0.1", recomputed)
 
 
+GRAPHS = "graphs of updates"
+
+
+@pytest.mark.parametrize("graphs", ["auto", "on"])
+def test_eager_updates_are_proposed_if_graphs_take_too_much(graphs: str) -> None:
+    """Whatever else is proposed can be combined with the graphs, or switches them off."""
+    small = ModelConfig.from_hf(SHAPES["qwen2.5-0.5b"])
+    captured, load = settings(f"train.graphs={graphs}"), Workload(512, 2048, 512, 16384)
+    eager = planned(settings("train.graphs=off"), small, load=load, free=GIB, tokens=1024)
+    assert row(planned(captured, small, load=load), GRAPHS) > GIB
+    with pytest.raises(DoesNotFitError) as error:
+        check_fits(PlannedRun(captured, small, OtherModels(), load), eager.needed)
+    assert {"train.graphs": "off"} in [way.changes for way in error.value.ways]
+    with pytest.raises(DoesNotFitError) as error:
+        check_fits(PlannedRun(captured, small, OtherModels(), load), 10 * GIB)
+    assert error.value.ways
+
+
+def test_training_on_pairs_counts_no_graphs() -> None:
+    small, asked = ModelConfig.from_hf(SHAPES["qwen2.5-0.5b"]), settings()
+    plan = planned(asked, small, load=Workload.of_pairs(asked, 1024, reference=True))
+    assert GRAPHS not in [r.what for r in plan.rows]
+
+
 def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:
     long = replace(LARGE, max_position_embeddings=40960)
     words = ["model.config.max_position_embeddings=40960", "adapter.kind=lora", "eval.every=1"]

@@ -101,7 +101,10 @@ def _way(run: PlannedRun, changes: Changes, free: int, cards: int = 0) -> Way | 
     """Return a way to fit with changed settings or more GPUs; None if that does not fit."""
     changed = _changed(run, changes, cards or run.cards)
     # Try the smallest micro-batch first, since most changes do not suffice even for that.
-    if changed is None or MemoryPlan(changed, free, min(STEP, run.tokens)).needed > free:
+    try:
+        if changed is None or MemoryPlan(changed, free, min(STEP, run.tokens)).needed > free:
+            return None
+    except UserError:  # `train.graphs = on` refuses the changes
         return None
     fitted = _largest(changed, free)
     return None if fitted is None else Way(changes, cards, fitted)
@@ -215,6 +218,9 @@ def _merged(changes: Iterable[Changes]) -> Changes:
 def _remedies(run: PlannedRun) -> Iterator[Changes]:
     """Yield changes that save memory, cheapest first."""
     settings, train = run.settings, run.settings.train
+    eager: Changes = {"train.graphs": "off"} if MemoryPlan(run, None, STEP).captures else {}
+    if eager:
+        yield eager
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
     if measured and not settings.reference.offload:
         yield {"reference.offload": True}
@@ -225,7 +231,8 @@ def _remedies(run: PlannedRun) -> Iterator[Changes]:
     if run.load.of_a_rank(settings, run.cards).sequences > _FEW_SEQUENCES:
         yield {"rollout.max_batch_size": _FEW_SEQUENCES}
     if not train.activation_checkpointing:
-        yield {"train.activation_checkpointing": True}
+        # `train.graphs = on` would refuse it.
+        yield {"train.activation_checkpointing": True, **(eager if train.graphs == "on" else {})}
 
 
 def _shorter_answers(run: PlannedRun) -> Iterator[Changes]:

@@ -256,6 +256,14 @@ class MemoryPlan:
         """Bytes that must be free before the run: the peak and the reserve."""
         return self.peak + self.reserve
 
+    @property
+    def captures(self) -> bool:
+        """Whether updates are graphs; raises UserError if they should be and cannot be."""
+        train, frozen = self._settings.train, self._lora is not None
+        if not self._on_gpu or self._load.together > 1:  # pairs are not captured
+            return False
+        return captures_updates(train, self._config, self._plan, self._cards, frozen)
+
     def _add(self, what: str, size: int | Mapping[Moment, int], only: Moment | None = None) -> None:
         """Add a row: bytes by moment, or the same bytes at all moments or at `only` one."""
         if isinstance(size, int):
@@ -415,7 +423,7 @@ class MemoryPlan:
             ("while gradients are made", on_top, last),
         ):
             self._add(whose + name, {moment: at_start} | ({end: at_end} if ends else {}))
-        if not whose and self._on_gpu:
+        if not whose and self.captures:
             self._add_graphs(gradients, first, kept)
 
     def _add_graphs(self, gradients: int, first: int, kept: int) -> None:
@@ -424,10 +432,8 @@ class MemoryPlan:
         Gradients and activations are allocated at all moments. So are copies of attention's
         outputs, which segments read.
         """
-        config, frozen = self._config, self._lora is not None
-        if not captures_updates(self._settings.train, config, self._plan, self._cards, frozen):
-            return
-        width = activations.activation_bytes(self._plan) * config.num_heads * config.head_dim
+        config, width = self._config, activations.activation_bytes(self._plan)
+        width *= config.num_heads * config.head_dim
         copies = width * config.num_layers * self.micro_batch.tokens
         at = dict.fromkeys(self._moments, gradients + kept + copies)
         at |= {"backward": gradients - first + copies, "optimizer": kept + copies}
