@@ -430,13 +430,13 @@ class MemoryPlan:
         """Add the memory that graphs of updates keep, in addition to that of an eager update.
 
         Gradients and activations are allocated at all moments. So are copies of attention's
-        outputs, which segments read.
+        outputs, which segments read. A micro-batch of a new size runs eagerly next to them.
         """
         config, width = self._config, activations.activation_bytes(self._plan)
         width *= config.num_heads * config.head_dim
         copies = width * config.num_layers * self.micro_batch.tokens
         at = dict.fromkeys(self._moments, gradients + kept + copies)
-        at |= {"backward": gradients - first + copies, "optimizer": kept + copies}
+        at |= {"backward": gradients - first + kept + copies, "optimizer": kept + copies}
         self._add("graphs of updates", at)
 
 
