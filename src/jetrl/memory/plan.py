@@ -258,7 +258,7 @@ class MemoryPlan:
 
     @property
     def captures(self) -> bool:
-        """Whether updates are graphs; raises UserError if they should be and cannot be."""
+        """True if updates are captured as graphs."""
         train, frozen = self._settings.train, self._lora is not None
         if not self._on_gpu or self._load.together > 1:  # pairs are not captured
             return False

@@ -74,8 +74,6 @@ def training_graphs(model: Model, train: TrainSettings) -> UpdateGraphs | None:
     """
     if train.graphs == "off":
         return None
-    frozen = model.lora is not None
-    captured = captures_updates(train, model.config, model.plan, world().size, frozen)
     if model.device.type != "cuda" or backend_for(model.device) is not HOPPER:
         if train.graphs == "on":
             raise UserError(
@@ -83,6 +81,8 @@ def training_graphs(model: Model, train: TrainSettings) -> UpdateGraphs | None:
                 "or off"
             )
         return None
+    frozen = model.lora is not None
+    captured = captures_updates(train, model.config, model.plan, world().size, frozen)
     return UpdateGraphs(model, GraphCapture(model.device)) if captured else None
 
 
