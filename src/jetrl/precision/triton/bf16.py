@@ -17,8 +17,7 @@ from jetrl.precision.triton.layout import padded_rows, placed
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`precision.gemm.bf16_matmul` with batch-invariant bits: no split K, at least 64 rows."""
-    # For one column cuBLAS picks by the number of rows, with different bits: a gate of experts had
-    # other bits in sampling (torch 2.11, CUDA 13.0).
+    # With cuBLAS a gate of one column had other bits in sampling (H200, torch 2.11, CUDA 13.0).
     if len(b) < float_tiles.MANY_ROWS.columns // 2:
         return float_tiles.bf16_matmul(a, b, out_dtype)
     # For few rows cuBLAS would pick other kernels with different bits, so pad to 64 rows.
