@@ -1,11 +1,13 @@
 """The soak of the endpoint: thousands of requests, of which some break off, and what remains.
 
     python tests/reliability/soak_serve.py --requests 10000 --out build/soak_serve.json
+    python tests/reliability/soak_serve.py --requests 100000 --longest 2
 
-64 clients ask at once for one of 200 answers: text or token ids, whole or as a stream, of one or
-two choices. One in a hundred closes the connection before the end. All answers to one request
-have to be the same, and those of `RolloutEngine.generate`; afterwards no page, slot or place in the
-queue is held, and memory has not grown.
+64 clients ask at once: text or token ids, whole or as a stream, of one or two choices. Every other
+request repeats one of 200, the rest are new. One in a hundred closes the connection before the end.
+All answers to a repeated request have to be the same, and those of `RolloutEngine.generate`; so do
+those to one in a hundred of the new ones. Afterwards no page, slot or place in the queue is held,
+no request is lost, and memory has not grown.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import uvicorn
-from benchmarks.harness import write_results
+from benchmarks.harness import command_typed, write_results
 
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
@@ -39,9 +41,17 @@ from jetrl.serve.replies import Served
 from jetrl.serve.source import EngineSource
 from jetrl.types import SamplingParams
 
-CLIENTS, KINDS, ONE_LEAVES_OF = 64, 200, 100
+CLIENTS, KINDS, ONE_LEAVES_OF, ONE_CHECKED_OF = 64, 200, 100, 100
 MAX_GROWTH_MIB = 8.0  # over the last two thirds of the requests
-MUST_BE_ZERO = ("requests_with_another_answer", "pages_left", "choices_left", "tasks_left")
+IDLE_WITHIN_S = 60
+MUST_BE_ZERO = (
+    "lost",
+    "requests_with_another_answer",
+    "pages_left",
+    "sequences_left",
+    "choices_left",
+    "tasks_left",
+)
 Asked = tuple[str, dict[str, Any]]
 
 
@@ -52,11 +62,11 @@ def tiny_policy() -> Policy:
         return Policy.from_pretrained(path, plan=PrecisionPlan.preset("int8"), device="cpu")
 
 
-def asked(number: int) -> Asked:
-    """Return the path and body of a request; the first number of a prompt tells it apart."""
+def asked(number: int, longest: int) -> Asked:
+    """Return the path and body of a request, whose answer has at most `longest` tokens."""
     rng = random.Random(number)
     prompt = [rng.randrange(3, 90) for _ in range(rng.randrange(1, 100))]
-    more = {"max_tokens": rng.randrange(1, 13), "n": rng.randrange(1, 3), "seed": number}
+    more = {"max_tokens": rng.randint(1, longest), "n": rng.randrange(1, 3), "seed": number}
     more["temperature"] = rng.choice([0.0, 0.7, 1.0])
     if number % 3 == 0:
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": more}
@@ -80,9 +90,10 @@ def token_ids(reply: httpx2.Response) -> tuple[tuple[int, ...], ...]:
 class Soak:
     """The clients, and what they were answered."""
 
-    def __init__(self, url: str, requests: int) -> None:
-        self._url = url
+    def __init__(self, url: str, requests: int, longest: int) -> None:
+        self._url, self._longest = url, longest
         self._left = iter(range(requests))
+        self._looked_at = max(1, requests // 1000)
         self.answers: dict[int, set[Any]] = {}
         self.counts: Counter[str] = Counter()
         self.held: list[tuple[float, float]] = []  # request, MiB of memory
@@ -98,13 +109,15 @@ class Soak:
             if number % ONE_LEAVES_OF == ONE_LEAVES_OF // 2:
                 await self._leave(client, stream=number % (2 * ONE_LEAVES_OF) < ONE_LEAVES_OF)
                 continue
-            kind = number % KINDS
-            path, body = asked(kind)
+            kind = number if number // KINDS % 2 else number % KINDS
+            path, body = asked(kind, self._longest)
             reply = await client.post(path, json=body)
             assert reply.status_code == 200, reply.text
-            self.answers.setdefault(kind, set()).add(token_ids(reply))
+            answer = token_ids(reply)
+            if kind < KINDS or kind % ONE_CHECKED_OF == 1:
+                self.answers.setdefault(kind, set()).add(answer)
             self.counts["answered"] += 1
-            if number % 10 == 0:
+            if number % self._looked_at == 0:
                 self.held.append((number, memory_mib()))
 
     async def _leave(self, client: httpx2.AsyncClient, stream: bool) -> None:
@@ -134,11 +147,17 @@ def growth_mib(held: list[tuple[float, float]]) -> float:
     return float(slope * requests[-1] * 2 / 3)
 
 
-def different(policy: Policy, answers: dict[int, set[Any]]) -> int:
+def mib_at(held: list[tuple[float, float]]) -> dict[str, float]:
+    """Return the memory after each tenth of the requests."""
+    tenth = -(-len(held) // 10)
+    return {str(number): round(mib, 1) for number, mib in (held[0], *held[tenth - 1 :: tenth])}
+
+
+def different(policy: Policy, answers: dict[int, set[Any]], longest: int) -> int:
     """Return how many of the requests had more than one answer, or another one than alone."""
     engine, wrong = RolloutEngine(policy, max_batch_size=2), 0
     for kind, found in answers.items():
-        _, body = asked(kind)
+        _, body = asked(kind, longest)
         sampling = body.get("sampling_params", body)
         names = ("n", "max_tokens", "seed", "temperature")
         params = SamplingParams(**{name: sampling[name] for name in names})
@@ -149,11 +168,12 @@ def different(policy: Policy, answers: dict[int, set[Any]]) -> int:
 
 
 def wait_until_idle(source: EngineSource) -> None:
-    while source.num_choices or source.engine.sequences:
+    deadline = time.monotonic() + IDLE_WITHIN_S
+    while (source.num_choices or source.engine.sequences) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def soak(policy: Policy, requests: int) -> dict[str, Any]:
+def soak(policy: Policy, requests: int, longest: int = 12) -> dict[str, Any]:
     """Return what the requests left behind."""
     engine = RolloutEngine(policy, max_batch_size=32, num_pages=120, max_model_len=1024)
     source = EngineSource(engine, policy, max_choices=2 * CLIENTS)
@@ -163,7 +183,7 @@ def soak(policy: Policy, requests: int) -> dict[str, Any]:
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    run = Soak(f"http://127.0.0.1:{listening.getsockname()[1]}", requests)
+    run = Soak(f"http://127.0.0.1:{listening.getsockname()[1]}", requests, longest)
     began = time.perf_counter()
     asyncio.run(run.run())
     seconds = time.perf_counter() - began
@@ -171,15 +191,20 @@ def soak(policy: Policy, requests: int) -> dict[str, Any]:
     facts = {
         "requests": requests,
         "clients": CLIENTS,
+        "longest_answer": longest,
         **{name.replace(" ", "_"): count for name, count in sorted(run.counts.items())},
-        "different_requests": len(run.answers),
-        "requests_with_another_answer": different(policy, run.answers),
+        "lost": requests - run.counts.total(),
+        "compared_requests": len(run.answers),
+        "requests_with_another_answer": different(policy, run.answers, longest),
         "pages_left": engine.pages_in_use,
+        "sequences_left": len(engine.sequences),
         "choices_left": source.num_choices,
         "tasks_left": len(server.server_state.tasks),
         "growth_mib": round(growth_mib(run.held), 2),
+        "memory_mib_at": mib_at(run.held),
         "memory_mib": round(memory_mib(), 1),
         "seconds": round(seconds, 1),
+        "requests_per_s": round(requests / seconds, 1),
     }
     server.should_exit = True
     thread.join()
@@ -191,12 +216,13 @@ def main() -> int:
     """Run the soak, and return 1 if something was left or differed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--longest", type=int, default=12, help="most tokens of an answer")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    facts = soak(tiny_policy(), args.requests)
+    facts = soak(tiny_policy(), args.requests, args.longest)
     print(json.dumps(facts, indent=1))
     if args.out is not None:
-        command = f"python tests/reliability/soak_serve.py --requests {args.requests}"
+        command = command_typed("python tests/reliability/soak_serve.py", None)
         write_results(args.out, "soak_serve", command, [facts])
     return int(any(facts[name] for name in MUST_BE_ZERO) or facts["growth_mib"] > MAX_GROWTH_MIB)
 
