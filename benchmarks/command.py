@@ -24,7 +24,10 @@ HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
 OPERATIONS = ("attention", "head", "layer", "norm", "products")
-FLOWS = ("experts", "graphs", "mismatch", "parity", "rollout", "speculation", "step", "train")
+FLOWS = (
+    *("experts", "graphs", "mismatch", "parity"),
+    *("rollout", "serve", "speculation", "step", "train"),
+)
 GPU_ALONE = ("rollout",)  # the others take --device cpu, to try them
 
 

@@ -33,12 +33,14 @@ from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
 from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings, load_config
+from jetrl.training.distillation import Distillation
 from jetrl.training.micro_batches import MicroBatchSize, batch_logprobs
 from jetrl.training.packing import pack, shares_prompts
 from jetrl.training.trainer import TrainedStep, Trainer
@@ -63,6 +65,7 @@ class Choices:
         warm_micro_batches: Micro-batches of the warm-up's update; None: two per rank. The weights
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
+        teacher: The `teacher.kl` of distillation from a frozen teacher of the same shape; "": none.
     """
 
     shape: str
@@ -74,6 +77,14 @@ class Choices:
     train: dict[str, Any]
     warm_micro_batches: int | None = None
     adapter_rank: int = 0
+    teacher: str = ""
+
+    @property
+    def distills(self) -> list[str]:
+        """Settings of distillation; its teacher is not read from a path."""
+        if not self.teacher:
+            return []
+        return ["algorithm.name=opd", "teacher.path=random", f"teacher.kl={self.teacher}"]
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
@@ -81,6 +92,16 @@ def policy_of(plan: str, choices: Choices) -> Policy:
     return make_policy(
         choices.shape, plan, choices.device, choices.layers, adapter_rank=choices.adapter_rank
     )
+
+
+def distillation_of(policy: Policy, choices: Choices) -> Distillation | None:
+    """Return the distillation from a teacher with other random weights; None without one."""
+    if not choices.teacher:
+        return None
+    settings = load_config(None, choices.distills)
+    source = ModelSource.from_seed(policy.config, 1)
+    teacher = Policy(source, policy.plan, policy.device, frozen=True)
+    return Distillation(teacher, settings.teacher, settings.rollout.temperature, prompts={})
 
 
 class _Tried(MicroBatchSize):
@@ -114,6 +135,7 @@ class Flow:
         self.captured = (0, 0.0)
         self.trainer: Trainer
         self._warm = choices.warm_micro_batches or 2 * world().size
+        self._distillation = distillation_of(policy, choices)
         self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
         free = free_bytes(policy.device)
         on_gpu = policy.device.type == "cuda"
@@ -293,7 +315,7 @@ class Flow:
         run = PlannedRun(
             settings=settings,
             config=self.policy.config,
-            others=OtherModels(),
+            others=OtherModels(teacher=self.policy.config if self._distillation else None),
             load=workload,
             cards=world().size,
             device=self.policy.device.type,
@@ -309,7 +331,9 @@ class Flow:
             return False
         settings = self._settings(tokens, checkpointing)
         size = _Tried(tokens)
-        trainer = Trainer(self.policy, settings, micro_batch_size=size)
+        trainer = Trainer(
+            self.policy, settings, micro_batch_size=size, distillation=self._distillation
+        )
         spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
         samples = self.synthetic(self._warm * count, seed=1)
         try:
@@ -346,7 +370,7 @@ class Flow:
             **choices.train,
         }
         words = [f"train.{key}={value}" for key, value in train.items()]
-        words.append("rollout.speculation=off")
+        words += ["rollout.speculation=off", *choices.distills]
         if for_plan:
             plan = self.policy.plan
             words += [

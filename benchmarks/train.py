@@ -11,12 +11,21 @@ need this pass for old log-probs. `different` compares forwards with and without
 (forward and backward), backward (without it), gradient norm, optimizer, requantize, and `rest`.
 With --profile one more update runs under torch.profiler: the idle share of the device, and the time
 per kernel.
+
+    jetrl bench train --shape qwen3-8b --plan int8 --teacher none --teacher token \
+        --teacher vocabulary
+
+`--teacher` distills from a frozen teacher of the same shape (algorithm.name = opd), with teacher.kl
+= token or vocabulary. `distillation_ms` divides one more update: the teacher's forward, and the KL
+of the vocabulary, that is the logits of both and the loss, forward and backward, `softmaxes` being
+its part without products. `kl_share` is the KL's share of that update.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +50,7 @@ import jetrl.training.trainer as trainer_module
 from jetrl.kernels import logprob_triton
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
+from jetrl.training import distillation
 from jetrl.types import Sample
 
 _LISTED = 25  # kernels of a profile
@@ -65,6 +75,7 @@ def measure(
     needed = flops(flow.policy.config, load)
     row: Row = {
         "plan": plan_words(policy.plan),
+        "teacher": choices.teacher,
         "load": str(load),
         "settings": flow.chosen,
         "training_s": round(whole, 3),
@@ -85,6 +96,9 @@ def measure(
         row["parts_ms"] = update_times(flow, again(flow, samples))
         if profiled:
             row |= profile(flow.update, again(flow, samples))
+    if choices.teacher == "vocabulary":
+        row["distillation_ms"] = parts = distillation_times(flow, again(flow, samples))
+        row["kl_share"] = round((parts["KL forward"] + parts["KL backward"]) / parts["update"], 4)
     return row
 
 
@@ -118,6 +132,38 @@ def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     times["forward"] -= times["lm_head forward"]
     times["backward"] -= times["lm_head backward"]
     times["rest"] = milliseconds_between(start, end) - sum(times.values())
+    return {name: round(ms, 1) for name, ms in times.items()}
+
+
+def distillation_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the milliseconds of the parts of an update that learns from a teacher's vocabulary."""
+    hidden_ready: list[Any] = []  # the end of the KL's backward, which comes first
+    vocabulary_kl = distillation.Distillation._vocabulary_kl
+
+    def watched_kl(self: Any, student: Policy, hidden: torch.Tensor, teachers: Any) -> Any:
+        hidden.register_hook(lambda _: hidden_ready.append(mark()))
+        return vocabulary_kl(self, student, hidden, teachers)
+
+    functions = [
+        (distillation, "hidden_states", "teacher forward", False),
+        (distillation, "reverse_kl", "softmaxes", False),
+        (distillation.Distillation, "_vocabulary_kl", "KL forward", False),
+        (torch.Tensor, "backward", "backward", False),
+        (flow, "update", "update", False),
+    ]
+    log: list[tuple[str, Any, Any]] = []
+    distillation.Distillation._vocabulary_kl = watched_kl  # type: ignore[method-assign]
+    try:
+        with watched(functions, log):
+            flow.update(samples)
+    finally:
+        distillation.Distillation._vocabulary_kl = vocabulary_kl  # type: ignore[method-assign]
+    times: dict[str, float] = defaultdict(float)
+    for name, start, end in log:
+        times[name] += milliseconds_between(start, end)
+    starts = [start for name, start, _ in log if name == "backward"]
+    for start, ready in zip(starts, hidden_ready, strict=True):
+        times["KL backward"] += milliseconds_between(start, ready)
     return {name: round(ms, 1) for name, ms in times.items()}
 
 
@@ -168,6 +214,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_arguments(parser)
     add_load_arguments(parser, prompts=8, samples=8)
     parser.add_argument("--profile", action="store_true", help="idle share, and time by kernel")
+    parser.add_argument(
+        "--teacher",
+        action="append",
+        choices=("none", "token", "vocabulary"),
+        help="distill from a teacher, by this KL; repeatable",
+    )
     parser.add_argument("--updates", type=int, default=1, help="the row is the median's; default 1")
     parser.add_argument("--out", default="build/bench/train.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
@@ -176,21 +228,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for plan in plans:
         policy = policy_of(plan, choices)
-        row = measure(policy, load, choices, limit, args.profile, args.updates)
+        for kl in args.teacher or ("none",):
+            of_teacher = replace(choices, teacher="" if kl == "none" else kl)
+            row = measure(policy, load, of_teacher, limit, args.profile, args.updates)
+            release()
+            if rows and rows[0]["plan"] == "bf16":
+                row["times_bf16"] = compare(row, rows[0])
+            rows.append({"shape": args.shape, **row})
+            if args.device == "cuda":
+                facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+                command = command_typed("jetrl bench train", argv)
+                write_results(args.out, "train", command, rows, **facts)
+            print_table(row.pop("kernels", []) or [])
+            for name in ("settings", "parts_ms", "distillation_ms", "times_bf16"):
+                if name in row:
+                    print(f"{plan} {name}: {row.pop(name)}")
+            print_table([row])
         del policy
         release()
-        if rows and rows[0]["plan"] == "bf16":
-            row["times_bf16"] = compare(row, rows[0])
-        rows.append({"shape": args.shape, **row})
-        if args.device == "cuda":
-            facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
-            command = command_typed("jetrl bench train", argv)
-            write_results(args.out, "train", command, rows, **facts)
-        print_table(row.pop("kernels", []) or [])
-        for name in ("settings", "parts_ms", "times_bf16"):
-            if name in row:
-                print(f"{plan} {name}: {row.pop(name)}")
-        print_table([row])
 
 
 if __name__ == "__main__":
