@@ -12,19 +12,23 @@ from __future__ import annotations
 import itertools
 import json
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from gluon_interpreter import set_rows_per_warp  # before the kernels
+from portable_rows import extreme
 from tests.kernels.bits import different
 from torch import Tensor
 
 from jetrl.kernels.attention import backward, decode, forward_triton, pages, staging
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
+from jetrl.precision import saved
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, dequantize, quantize
 from jetrl.precision.triton import float_tiles, tile
+from jetrl.precision.triton import saved as saved_triton
 
 SPLIT = 128  # keys; lengths below cross it
 LENGTHS = (1, 63, 270)
@@ -217,12 +221,34 @@ def compare_fp8_products(rows: int, columns: int, k: int) -> dict[str, Any]:
     }
 
 
+def compare_saved(rows: int, columns: int, first: int) -> dict[str, Any]:
+    """Compare codes of some columns of a matrix, and their values, with their references."""
+    x = 4 * torch.randn(rows, first + columns + 64, generator=torch.Generator().manual_seed(11))
+    x = extreme((x * torch.randn(x.shape, generator=torch.Generator().manual_seed(12)).exp2())
+                .bfloat16())[:, first : first + columns]  # fmt: skip
+    wanted = saved.saved_codes(x)
+    with mock.patch.object(saved, "arithmetic_of", return_value=saved_triton):
+        found = saved.saved_codes(x)
+        within = torch.full((rows, columns + 8), 7.0).bfloat16()
+        saved.saved_values(found, within[:, :columns])
+        values = saved.saved_values(found)
+    expected = saved.saved_values(wanted)
+    return {
+        "codes": different(found[:, :columns], wanted[:, :columns]),
+        "scales": different(*(x[:, columns:].view(torch.float32) for x in (found, wanted))),
+        "values": different(values, expected),
+        "values within": different(within[:, :columns], expected),
+        "outside": int((within[:, columns:] != 7).sum()),
+    }
+
+
 # Keys and values, query heads, key-value heads, head size; whether dS is recomputed; matrices.
 KINDS: dict[Any, tuple[Any, ...]] = {
     compare: (("bf16", 2, 1, 64), ("int8", 2, 1, 128), ("int8+fp8", 1, 1, 64)),
     compare_gradients: (("bf16", 1, 64, False), ("int8", 2, 64, False), ("int8", 1, 64, True)),
     compare_products: ((1, 40, 64), (70, 130, 200), (64, 128, 1032)),
     compare_fp8_products: ((3, 130, 128), (70, 140, 576)),
+    compare_saved: ((1, 64, 0), (70, 320, 64), (33, 128, 0)),
 }
 
 if __name__ == "__main__":

@@ -25,11 +25,13 @@ SHAPES = ("qwen3-8b", "smollm2-135m", "qwen2.5-7b")
 
 
 def plan_of(name: str) -> Any:
-    """Return the plan NAME, or NAME/FORMAT with another format of output gradients."""
+    """Return the plan NAME, or NAME/FORMAT with another format of output gradients, or saved."""
     from jetrl.precision import PrecisionPlan
 
     preset, _, gradients = name.partition("/")
     plan = PrecisionPlan.preset(preset)
+    if gradients == "saved":
+        return plan.replace(saved="int8")
     return plan.replace(grad_output=gradients) if gradients else plan
 
 

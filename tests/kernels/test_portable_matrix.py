@@ -86,7 +86,7 @@ SOME = [
         "int8/int8",
         " ".join(f"qwen3-8b:{p}" for p in ("decode", "prefill", "update", "long_update")),
     ),
-    (89, "unified", "qwen3-8b:decode qwen3-8b:update"),
+    (89, "unified/saved", "qwen3-8b:decode qwen3-8b:update"),
     (120, "bf16", "smollm2-135m:update qwen3-30b-a3b:experts"),
     *((card, "bf16", "qwen3-30b-a3b:experts") for card in (80, 90)),
 ]

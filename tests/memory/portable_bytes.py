@@ -62,14 +62,17 @@ def peak_of(work: Callable[[], object]) -> int:
     return counted.peak
 
 
-def micro_batch(shape: str, recomputed: bool = False) -> dict[str, tuple[int, int]]:
+def micro_batch(
+    shape: str, recomputed: bool = False, plan: Any = "integer"
+) -> dict[str, tuple[int, int]]:
     """Forward and backward of a packed batch: what forward keeps, and the maximum."""
     from jetrl.memory import activations
     from jetrl.memory.activations import PlannedMicroBatch
     from jetrl.models.packed import ForwardInputs
 
-    policy, lengths = policy_of(shape, "integer"), [4096] * 4
+    policy, lengths = policy_of(shape, plan), [4096] * 4
     config, plan, tokens = policy.config, policy.plan, sum(lengths)
+    shape += "" if plan.saved == "off" else " saved"
     ends = torch.tensor([0, *lengths]).cumsum(0)
     inputs = ForwardInputs.packed(torch.zeros(tokens, dtype=torch.int64), ends)
     targets = torch.arange(1, tokens)
@@ -87,6 +90,22 @@ def micro_batch(shape: str, recomputed: bool = False) -> dict[str, tuple[int, in
     if recomputed:  # the plan counts the layer that is made again as kept
         return {f"{shape} again: peak": (counted.peak, planned + on_top)}
     return {f"{shape}: kept": (kept, planned), f"{shape}: peak": (counted.peak, planned + on_top)}
+
+
+def saving_codes(shape: str) -> dict[str, tuple[int, int]]:
+    """A micro-batch under `int8 saved=int8`; `int8` differs from its plan by the same amount.
+
+    The plan is Hopper's, whose backward of SwiGLU allocates less.
+    """
+    from jetrl.precision import PrecisionPlan
+
+    plain = PrecisionPlan.preset("int8")
+    coded = micro_batch(shape, plan=plain.replace(saved="int8"))
+    more = [counted - planned for counted, planned in micro_batch(shape, plan=plain).values()]
+    return {
+        what: (counted - beyond, planned)
+        for (what, (counted, planned)), beyond in zip(coded.items(), more, strict=True)
+    }
 
 
 def attention(lengths: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -163,6 +182,9 @@ def main() -> None:
         for shape in named:
             found |= micro_batch(shape) | sampling(shape)
         found |= micro_batch("attention", recomputed=True)
+        select_backend("triton")
+        for shape in ("attention", "MLP"):
+            found |= saving_codes(shape)
         print(json.dumps(found))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import staged_bytes_per_token
-from jetrl.models.block import LayerHalf
+from jetrl.models.block import LayerHalf, SavedCodes
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import TRITON, rows_at_once
@@ -130,6 +130,8 @@ def kept_bytes(
         block = wide * layer.block.kept_values(hidden, inputs)
         mixer = layer.mixer.kept_bytes(wide, kv, number_format(plan.queries))
         layers.append(2 * entered + mixer + block)
+        for codes in (_saved_codes(half, plan) for half in (layer.mixer, layer.block)):
+            layers[-1] += codes.code_bytes - wide * codes.replaced
     if lora is not None:
         for name, shape in lora.shapes(config).items():
             number, linear = int(name.split(".")[1]), name.split(".")[2]
@@ -198,6 +200,8 @@ def layer_backward_bytes(
             block = layer.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
         queries = number_format(plan.queries)
         mixer = layer.mixer.backward_bytes(tokens, batch.longest, batch.shared, queries)
+        block += 2 * tokens * _saved_codes(layer.block, plan).restored
+        mixer += 2 * tokens * _saved_codes(layer.mixer, plan).restored
         most = max(most, block, mixer)
     return most
 
@@ -240,6 +244,12 @@ def forward_bytes(
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
     product = _nvfp4_product_bytes(config, plan, tokens)
     return max(tokens * block, tokens * mixer + earlier) + product
+
+
+def _saved_codes(half: LayerHalf, plan: PrecisionPlan) -> SavedCodes:
+    """Return what half a layer saves as codes under a plan."""
+    codes = None if plan.saved == "off" else half.saved_codes
+    return codes or SavedCodes(widths=(), replaced=0, restored=0)
 
 
 def activation_bytes(plan: PrecisionPlan) -> int:

@@ -34,6 +34,7 @@ from jetrl.precision.formats import Format, key_and_value_formats, number_format
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.saved import gradient_at_codes, saves_codes
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
@@ -107,10 +108,15 @@ class PackedKeyValues:
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
             tell(rope.trace, "keys and values", torch.cat([stored_values(x) for x in stored], 1))
         cu_seqlens, row_of = self._cu_seqlens, self._row_of
-        if plan.integer_attention:
-            out = attend_packed_integer(q, k, v, cu_seqlens, plan.scales, row_of)
-        else:
-            out = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales, row_of)
+
+        def attended(q: Tensor) -> Tensor:
+            if plan.integer_attention:
+                return attend_packed_integer(q, k, v, cu_seqlens, plan.scales, row_of)
+            return attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales, row_of)
+
+        out = attended(q)
+        if rope.saves_codes:
+            out = gradient_at_codes(attended, q, out)
         return out.flatten(-2, -1)
 
 
@@ -168,6 +174,7 @@ class Attention(nn.Module):
             exponents=rotation.exponents,
             trace=trace,
             as_values=self.o.adapter is not None,
+            saves_codes=saves_codes(self.o.plan),
         )
         attended = kv.attend(self.index, qkv, rope, last)
         tell(trace, "attention", attended)

@@ -20,6 +20,7 @@ from jetrl.kernels.backend import device_kernels
 from jetrl.models.layer import Rotary, tell
 from jetrl.precision.formats import BF16, key_and_value_formats
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.saved import saved_codes, saved_values
 
 
 def attend_packed_fused(
@@ -64,14 +65,17 @@ class _PackedAttention(torch.autograd.Function):
             o, *kept = kernels.attend_batch(q, codes, tiles)
         else:
             o, *kept = kernels.attend_equal_lengths(q, codes.k, codes.v, length)
-        ctx.save_for_backward(qkv, q, *keys, *values, o, *kept)
+        saved = (_saved_qkv(qkv, rope), saved_codes(q.flatten(1))) if rope.saves_codes else (qkv, q)
+        ctx.save_for_backward(*saved, *keys, *values, o, *kept)
         ctx.rope, ctx.tiles, ctx.length = rope, tiles, length
         return o.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q, k, k_scales, v, v_scales, o, *kept = ctx.saved_tensors
-        do, kernels = grads[0].contiguous().view(q.shape), device_kernels(qkv)
+        rope: Rotary = ctx.rope
+        do, kernels = grads[0].contiguous().view(o.shape), device_kernels(o)
+        q = saved_values(q).view(o.shape)
         # Through attention, with the keys and values that forward attended to.
         if ctx.length is None:
             codes = KeyValueCodes(k, k_scales, v, v_scales)
@@ -79,10 +83,28 @@ class _PackedAttention(torch.autograd.Function):
         else:
             rest, length = tuple(kept), ctx.length
             dq, dk, dv = kernels.attend_equal_lengths_backward(do, q, k, v, o, rest, length)
+        del q
         # Through the rotation and the norms of query and key heads.
-        rope = ctx.rope
+        if rope.saves_codes:
+            qkv = _loaded_qkv(qkv, rope, dv)
         gradients = kernels.qk_norm_rotary_backward(
             dq, dk, dv, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps,
             rope.exponents,
         )  # fmt: skip
         return (*gradients, None, None, None, None)
+
+
+def _saved_qkv(qkv: Tensor, rope: Rotary) -> Tensor:
+    """Return what backward reads of qkv as codes: the heads that have norms, or nothing."""
+    if rope.norms is None:
+        return qkv.new_empty(0, dtype=torch.int8)
+    return saved_codes(rope.before_norms(qkv))
+
+
+def _loaded_qkv(saved: Tensor, rope: Rotary, dv: Tensor) -> Tensor:
+    """Return qkv with the values of `_saved_qkv`; other columns are not initialized."""
+    heads = rope.num_heads + 2 * rope.num_kv_heads
+    qkv = dv.new_empty(len(dv), heads * dv.shape[-1])
+    if rope.norms is not None:
+        saved_values(saved, rope.before_norms(qkv))
+    return qkv

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
@@ -34,6 +35,26 @@ if TYPE_CHECKING:  # torch comes with it, which `jetrl init --help` does not nee
 
 Shapes = dict[str, tuple[int, ...]]
 Names = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class SavedCodes:
+    """The matrices that half a layer saves as codes under `precision.saved = int8`.
+
+    Attributes:
+        widths: The values per token of each matrix.
+        replaced: Values per token that are saved without the option, in place of these.
+        restored: Values per token that backward makes from codes at a time, in 16 bits.
+    """
+
+    widths: tuple[int, ...]
+    replaced: int
+    restored: int
+
+    @property
+    def code_bytes(self) -> int:
+        """The bytes per token: a code per value, and a float32 scale per 128 of a matrix."""
+        return sum(width + 4 * -(-width // 128) for width in self.widths)
 
 
 class LayerHalf(Stored, ABC, extra="ignore"):
@@ -71,6 +92,11 @@ class LayerHalf(Stored, ABC, extra="ignore"):
     @abstractmethod
     def stored_names(self, fused: bool) -> Names:
         """Return the modules that each weight stacks; Phi-3 stores them `fused`."""
+
+    @property
+    def saved_codes(self) -> SavedCodes | None:
+        """The matrices saved as codes under `precision.saved = int8`; None: not supported."""
+        return None
 
     @property
     def stored_rows(self) -> Shapes:
@@ -152,6 +178,11 @@ class DenseShape(Block):
 
     def kept_values(self, hidden: int, inputs: bool) -> int:
         return (3 if inputs else 2) * self.intermediate_size
+
+    @property
+    def saved_codes(self) -> SavedCodes:
+        gates = 2 * self.intermediate_size
+        return SavedCodes(widths=(gates,), replaced=gates, restored=gates)
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
         return 7 * hidden + (7 if adapted else 6) * self.intermediate_size // 2

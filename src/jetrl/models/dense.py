@@ -14,6 +14,7 @@ from jetrl.models.layer import RMSNorm, Trace, fuses, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.formats import Format
 from jetrl.precision.plan import Side
+from jetrl.precision.saved import gradient_at_codes, saves_codes
 
 
 class DenseBlock(nn.Module):
@@ -48,11 +49,17 @@ class DenseBlock(nn.Module):
             tell(trace, "post_norm", normed)
             gates = self.gate_up(normed, side)
             tell(trace, "gate_up", gates)
-            gated = swiglu(gates)
-            tell(trace, "swiglu", gated)
-            delta = self.down(gated, side)
+            delta = self._gated(gates, side, trace)
+            if saves_codes(self.down.plan):
+                delta = gradient_at_codes(lambda x: self._gated(x, side, None), gates, delta)
         tell(trace, "down", delta)
         return x, delta
+
+    def _gated(self, gates: Tensor, side: Side, trace: Trace | None) -> Tensor:
+        """Return down(swiglu(gates)) [T, D]."""
+        gated = swiglu(gates)
+        tell(trace, "swiglu", gated)
+        return self.down(gated, side)
 
 
 def dense_mlp(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

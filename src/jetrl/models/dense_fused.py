@@ -33,6 +33,7 @@ from jetrl.precision.linear import (
 )
 from jetrl.precision.plan import Side
 from jetrl.precision.quantize import FP8_BLOCK
+from jetrl.precision.saved import saved_codes, saved_values
 
 
 def norm_mlp_fused(
@@ -77,7 +78,7 @@ class _NormMLP(torch.autograd.Function):
         y = fprop(gated, s.linears[1].weight, s.plan)
         if s.keep:
             kept = [value for value in (entered, gated) if isinstance(value, Tensor)]
-            ctx.save_for_backward(total, inverse, gate_up, *kept)
+            ctx.save_for_backward(total, inverse, _saved(gate_up, s), *kept)
         ctx.fixed, ctx.masters = s, (gate_up_master, down_master)
         return total, y
 
@@ -85,12 +86,13 @@ class _NormMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         s: Fixed = ctx.fixed
         dtotal, dy = grads
-        total, inverse, gate_up, *kept = ctx.saved_tensors
+        total, inverse, saved, *kept = ctx.saved_tensors
         # `down` and SwiGLU: one kernel computes dY of `gate_up`, and recomputes X of `down`.
         rows, tokens = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
         dgated = dgrad(rows, s.linears[1].weight)
+        gate_up = saved_values(saved)
         gate_up_rows, gate_up_tokens, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
-        del dgated
+        del dgated, gate_up
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
             dw_down = wgrad(tokens, gated, ctx.masters[1], s.gradients)
@@ -104,6 +106,11 @@ class _NormMLP(torch.autograd.Function):
         del gate_up_rows, gate_up_tokens
         dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx, dnorm, dw_gate_up, dw_down, None
+
+
+def _saved(gate_up: Tensor, s: Fixed) -> Tensor:
+    """Return the output of gate_up, or its codes, to be saved for backward."""
+    return gate_up if s.plan.saved == "off" else saved_codes(gate_up)
 
 
 def _swiglu_backward(
@@ -142,7 +149,7 @@ class _AdaptedNormMLP(torch.autograd.Function):
         tell(s.trace, "swiglu", entered)
         y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
-            ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
+            ctx.save_for_backward(total, inverse, _saved(gate_up, s), u_gate_up, u_down)
         ctx.fixed = s
         return total, y
 
@@ -150,8 +157,8 @@ class _AdaptedNormMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         s: Fixed = ctx.fixed
         dtotal, dy = grads[0].contiguous(), grads[1].contiguous()
-        total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
-        dgate_up, codes, da_down, db_down = _through_swiglu(s, dy, gate_up, u_down)
+        total, inverse, saved, u_gate_up, u_down = ctx.saved_tensors
+        dgate_up, codes, da_down, db_down = _through_swiglu(s, dy, saved_values(saved), u_down)
         values = s.normed(total) if s.linears[0].adapter is not None else NONE
         dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up, codes)
         del values, dgate_up, codes

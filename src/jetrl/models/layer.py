@@ -19,6 +19,7 @@ from jetrl.kernels.rotary import rotary
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
 from jetrl.precision.quantize import QTensor, dequantize
+from jetrl.precision.saved import gradient_at, saved_codes, saved_values
 
 Trace = Callable[[str, Tensor], None]  # (name of the operation, its output)
 
@@ -94,6 +95,7 @@ class Rotary:
         exponents: int8 [H + G, D / 2], for smoothing queries and keys after the rotation
             (`key_smoothing.head_exponents`); None for no smoothing.
         as_values: Whether attention's output is read as BF16 values (by an adapter), not as codes.
+        saves_codes: Whether the norms' inputs and the queries are saved for backward as codes.
     """
 
     positions: Tensor
@@ -104,6 +106,7 @@ class Rotary:
     exponents: Tensor | None = None
     trace: Trace | None = None
     as_values: bool = False
+    saves_codes: bool = False
 
     def head_dim(self, qkv: Tensor) -> int:
         """Return D, the size of a head in qkv [T, (H + 2G) * D]."""
@@ -118,6 +121,10 @@ class Rotary:
     def eps(self) -> float:
         return 0.0 if self.norms is None else self.norms[0].eps
 
+    def before_norms(self, qkv: Tensor) -> Tensor:
+        """Return a view of the query and key heads of qkv, [T, (H + G) * D]."""
+        return qkv[:, : -self.num_kv_heads * self.head_dim(qkv)]
+
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [T, H, D] and keys [T, G, D], and values: the reference.
 
@@ -126,7 +133,13 @@ class Rotary:
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim(qkv))).split(counts, dim=1)
         if self.norms is not None:
-            q, k = self.norms[0](q), self.norms[1](k)
+            entered, (q_norm, k_norm) = (q, k), self.norms
+            q, k = q_norm(q), k_norm(k)
+            if self.saves_codes:
+                again = saved_values(saved_codes(self.before_norms(qkv.detach())))
+                of_q, of_k = again.view(len(qkv), -1, q.shape[-1]).split(counts[:2], dim=1)
+                q = gradient_at(q_norm, entered[0], of_q, q)
+                k = gradient_at(k_norm, entered[1], of_k, k)
         of_q = of_k = None
         if self.exponents is not None:
             of_q, of_k = self.exponents.split([self.num_heads, self.num_kv_heads])

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from jetrl.kernels.attention import backward_lists
-from jetrl.models.block import LayerHalf, Names, Shapes
+from jetrl.models.block import LayerHalf, Names, SavedCodes, Shapes
 
 if TYPE_CHECKING:  # as in `models.block`
     from jetrl.precision.formats import Format
@@ -114,6 +114,13 @@ class AttentionShape(Mixer):
         statistics = 8 if queries.coded else 4
         return wide * (3 * query + 2 * keys) + self.cached_bytes(kv) + statistics * self.num_heads
 
+    @property
+    def saved_codes(self) -> SavedCodes | None:
+        # Of qkv only what the norms of query and key heads read.
+        query, keys, _ = self.stored_rows["qkv"]
+        normed = (query + keys,) if self.qk_norm else ()
+        return SavedCodes((query, *normed), replaced=2 * (query + keys), restored=query + 2 * keys)
+
     def forward_bytes(self, hidden: int, wide: int, splits: int) -> int:
         queries, keys, _ = self.stored_rows["qkv"]
         return wide * (3 * hidden + 3 * queries + 6 * keys) + 4 * queries * splits
@@ -155,3 +162,7 @@ class WideNormAttention(AttentionShape):
         queries, keys, _ = self.stored_rows["qkv"]
         shapes = super().parameter_shapes(hidden)
         return shapes | {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
+
+    @property
+    def saved_codes(self) -> None:
+        return None

@@ -81,6 +81,8 @@ class Model:
         self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
         check_device(config, plan, self.device, adapted=adapter is not None)
+        if plan.saved != "off" and not frozen:
+            _check_saved(config, plan)
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[self.head]
@@ -362,6 +364,17 @@ def check_device(
             f"{backend.gpus} has no kernels for heads that rotate in part ({config.rotary_dim} of "
             f"{config.head_dim} channels): use run.device=cpu, or run.backend=reference (slow)"
         )
+
+
+def _check_saved(config: ModelConfig, plan: PrecisionPlan) -> None:
+    """Raise a UserError if a layer does not save activations as codes."""
+    for number, layer in enumerate(config.layers):
+        for half in (layer.mixer, layer.block):
+            if half.saved_codes is None:
+                raise UserError(
+                    f"precision.saved = {plan.saved} is for dense layers, and layer {number} of "
+                    f"{config.architecture} is {type(half).__name__}: leave it out"
+                )
 
 
 def _check_expert_formats(config: ModelConfig, plan: PrecisionPlan, backend: Backend) -> None:

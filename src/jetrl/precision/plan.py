@@ -54,7 +54,9 @@ WGradInput = Literal["128x128", "1x128"]
 
 _SETTINGS = TypeAdapter(PrecisionSettings)
 # Stored only if not at their defaults, so that plans from before these fields look the same.
-_STORED_IF_SET = ("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing", "queries")
+_STORED_IF_SET = (
+    *("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing", "queries", "saved"),
+)
 # The sampler's own fields are stored in a table of this name, as before they became fields.
 _SAMPLER_FIELDS = ("weights_through_bf16", "attention_split")
 _SAMPLER_TABLE = "sampler_deviation"
@@ -88,6 +90,7 @@ class PrecisionPlan:
             On a CPU each sum is in float32, in the library's order; the trainer's are exact.
         queries: Queries on both sides. int8: attention has the same bits on every machine
             (`kernels.attention.integer`); only presets and studies choose it.
+        saved: Activations that dense layers save for backward: int8 for codes (`precision.saved`).
     """
 
     name: str
@@ -108,6 +111,7 @@ class PrecisionPlan:
     weights_through_bf16: bool = False
     attention_split: int | None = None
     queries: presets.QueryFormat = "bf16"
+    saved: presets.SavedFormat = "off"
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -124,6 +128,8 @@ class PrecisionPlan:
                 "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
         self._check_queries()
+        if self.saved != "off":
+            self._check_saved(trained)
         if trained is not INT8:
             if number_format(self.lm_head).two_planes:
                 raise UserError(
@@ -157,6 +163,20 @@ class PrecisionPlan:
             raise UserError(
                 f"attention_split = {self.attention_split} is for queries in BF16, and queries "
                 "are int8 here: leave it out"
+            )
+
+    def _check_saved(self, trained: Format) -> None:
+        problem = None
+        if not trained.coded:
+            problem = f"8-bit linear layers, and {self.name} trains them in {trained.words}"
+        elif self.integer_attention:
+            problem = "queries in BF16, and docs/bits.md does not define it"
+        elif self.first_layers_bf16 or self.last_layers_bf16:
+            problem = "plans without first_layers_bf16 and last_layers_bf16"
+        if problem is not None:
+            raise UserError(
+                f"precision.saved = {self.saved} is for {problem}: leave it out, or use "
+                "precision.preset = int8"
             )
 
     @staticmethod
@@ -404,6 +424,8 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
         ("lm_head, both sides", number_format(plan.lm_head).described_head(plan.scales)),
         ("master weights", "FP32"),
     ]
+    if plan.saved != "off":
+        rows.append(("saved activations", "INT8 codes: gate and up, queries, QK norms' inputs"))
     if plan.wgrad_input != "128x128":
         rows.append(("X into WGrad", f"{plan.wgrad_input} along tokens"))
     if plan.pinned_sums is not None:

@@ -45,6 +45,10 @@ class PrecisionSettings(Section):
     """rounding of master weights to BF16; dithered: stochastic rounding, so that small updates
     are not rounded away (docs/precision.md). Default: dithered for presets bf16 and mixed, else
     nearest"""
+    saved: presets.SavedFormat | None = None
+    """format of activations saved for backward; int8: dense layers save gate and up, queries and
+    inputs of QK norms as INT8 codes, which takes less memory and changes gradients slightly
+    (docs/precision.md). Default: off"""
     weights_through_bf16: bool | None = None
     """round master weights to BF16 before the sampler quantizes them to FP8, as if BF16 weights
     were sent to an FP8 sampler (docs/precision.md). Default: true for preset alike, else false"""

@@ -21,6 +21,8 @@ DEFAULT_SCALES: Final = "fp32"
 BF16Rounding = Literal["nearest", "dithered"]
 QueryFormat = Literal["bf16", "int8"]  # int8: attention multiplies integers only
 
+SavedFormat = Literal["off", "int8"]  # of activations saved for backward; off: as they are
+
 
 class PresetFormats(NamedTuple):
     """Number formats of a preset by role: fields of `precision.plan.PrecisionPlan`."""

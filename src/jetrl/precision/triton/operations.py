@@ -35,3 +35,4 @@ from jetrl.precision.triton.quantize import (
     quantize_weight,
     turned_weight,
 )
+from jetrl.precision.triton.saved import load_values, save_codes
