@@ -71,9 +71,9 @@ def check_activations(policy: Policy, lengths: list[int], recomputed: bool) -> N
     one_layer = activations.kept_bytes(config, plan, tokens) / config.num_layers
     if recomputed:  # the plan counts the layer that is made again, which is not there yet
         planned -= int(one_layer)
-    # Counted as on top: the gradient of logits, which a head in planes computes in backward.
+    # Counted as on top: the gradient of logits in BF16, or the logits of a head in planes in FP32.
     of_planes = number_format(plan.lm_head).two_planes
-    logits = 0 if recomputed or of_planes else 2 * len(targets) * config.vocab_size
+    logits = 0 if recomputed else (4 if of_planes else 2) * len(targets) * config.vocab_size
     assert kept - logits == pytest.approx(planned, rel=0.05, abs=2**20)
     batch = PlannedMicroBatch(tokens, max(lengths), several=True)
     # Backward begins behind the chunk of logits.

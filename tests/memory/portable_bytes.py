@@ -89,6 +89,7 @@ def micro_batch(
     on_top = activations.on_top_bytes(config, plan, batch, recomputed, wgrad, None)
     if recomputed:  # the plan counts the layer that is made again as kept
         return {f"{shape} again: peak": (counted.peak, planned + on_top)}
+    kept -= 4 * len(targets) * config.vocab_size  # logits, which the plan counts on top
     return {f"{shape}: kept": (kept, planned), f"{shape}: peak": (counted.peak, planned + on_top)}
 
 

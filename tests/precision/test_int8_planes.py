@@ -14,6 +14,7 @@ from tests.training.shared import config
 
 from jetrl.errors import UserError
 from jetrl.kernels.allowed_tokens import filtered_logits
+from jetrl.models import planes_head
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.model import check_device
 from jetrl.models.planes_head import PlanesHead
@@ -221,8 +222,9 @@ def test_sampler_and_trainer_agree_and_the_plan_says_what_it_is() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("kept", [TokenFilter(), TokenFilter(0.9, 40, 0.05)], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
 def test_log_probs_and_gradients_of_a_policy(
-    monkeypatch: pytest.MonkeyPatch, tied: bool, chunk: int, kept: TokenFilter
+    monkeypatch: pytest.MonkeyPatch, tied: bool, chunk: int, kept: TokenFilter, recompute: bool
 ) -> None:
     monkeypatch.setattr(int8_planes, "_CHUNK_LOGITS", 75 * chunk)
     made = policy(tied)
@@ -230,7 +232,9 @@ def test_log_probs_and_gradients_of_a_policy(
     assert isinstance(head, PlanesHead)
     hidden = random(150, 128, seed=4).bfloat16().requires_grad_()
     chosen = torch.arange(150) % 75
-    logprobs, moments = made._head_logprobs(hidden, chosen, 0.7, kept, False)
+    logprobs, moments = made._head_logprobs(hidden, chosen, 0.7, kept, recompute)
+    if not recompute:  # backward reads what forward kept
+        monkeypatch.setattr(planes_head, "planes_fprop", None)
     g = random(150, seed=5)
     logprobs.backward(g)
 

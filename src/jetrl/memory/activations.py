@@ -156,7 +156,7 @@ def on_top_bytes(
     if config.head == "score":
         return in_layer
     if number_format(plan.lm_head).two_planes:
-        in_head = _planes_head_bytes(config, batch.tokens, wgrad.in_head)
+        in_head = _planes_head_bytes(config, batch.tokens, wgrad.in_head, keeps=not recomputed)
         if recomputed:  # the layer that is made again is not there yet
             in_head -= kept_bytes(config, plan, batch.tokens) // config.num_layers
         return max(in_layer, in_head)
@@ -175,8 +175,12 @@ def logits_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
     return 4 * min(tokens, rows) * config.vocab_size
 
 
-def _planes_head_bytes(config: ModelConfig, tokens: int, wgrad: int) -> int:
-    """Return the maximum bytes of the head's backward in INT8 planes (models/planes_head.py)."""
+def _planes_head_bytes(config: ModelConfig, tokens: int, wgrad: int, keeps: bool) -> int:
+    """Return the maximum bytes of the head's backward in INT8 planes (models/planes_head.py).
+
+    Args:
+        keeps: True if forward keeps the logits of all tokens.
+    """
     hidden, vocabulary = config.hidden_size, config.vocab_size
     rows = min(tokens, rows_per_chunk(vocabulary))
     dlogits = 4 * rows * vocabulary
@@ -184,6 +188,8 @@ def _planes_head_bytes(config: ModelConfig, tokens: int, wgrad: int) -> int:
     held = 2 * hidden * (tokens + rows) + wgrad
     # DGrad and WGrad hold three operands of at most a slab each, and those of WGrad are padded.
     slabs = 3 * SLAB_BYTES + 6 * hidden * rows
+    if keeps:
+        return held + 4 * tokens * vocabulary + dlogits + slabs
     return held + dlogits + max(dlogits, slabs)
 
 

@@ -1,8 +1,8 @@
 """The output head in `int8x2`: logits of integer products, and log-probs with their gradient.
 
-Forward keeps only hidden rows; backward computes logits again. Rows are split into chunks of
-`rows_per_chunk`, from the first on. Backward adds the product of each chunk to the head's FP32
-gradient in this order.
+Forward keeps hidden rows, and logits unless layers are recomputed; then backward computes them
+again. Rows are split into chunks of `rows_per_chunk`, from the first on. Backward adds the product
+of each chunk to the head's FP32 gradient in this order.
 
 Legend: R hidden rows, D hidden size, V vocabulary.
 """
@@ -56,6 +56,7 @@ def head_logprobs(
     head: PlanesHead,
     logits: Callable[[Tensor], Tensor],
     kept: Callable[[Tensor, Tensor], Tensor],
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of chosen tokens, float32 [R], differentiable, and moments, float32 [2, R].
 
@@ -64,9 +65,12 @@ def head_logprobs(
         chosen: int64 [R].
         logits: Returns the head's logits, float32 [n, V], of some hidden rows.
         kept: Returns logits of (logits, chosen) with -inf for excluded tokens.
+        recompute: True if backward computes logits again.
     """
     per_row = torch.full((len(chosen), 1), temperature, device=hidden.device)
-    return _HeadLogprobs.apply(hidden, head.weight, chosen, per_row, head, logits, kept)
+    row_logits = lambda rows, ids: kept(logits(rows), ids)  # noqa: E731
+    again = kept if recompute or not torch.is_grad_enabled() else None
+    return _HeadLogprobs.apply(hidden, head.weight, chosen, per_row, head, row_logits, again)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -80,26 +84,32 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen: Tensor,
         temperature: Tensor,
         head: PlanesHead,
-        logits: Callable[[Tensor], Tensor],
-        kept: Callable[[Tensor, Tensor], Tensor],
+        row_logits: Callable[[Tensor, Tensor], Tensor],
+        again: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, chosen, temperature)
-        ctx.head, ctx.master, ctx.kept = head, master, kept
+        ctx.head, ctx.master, ctx.again = head, master, again
         # A row's bits do not depend on the others, so memory may choose the rows at once.
-        size = max(1, backend_of(hidden).logits_at_once // head.planes("train").shape[0])
-        parts = [
-            exact_logprobs(kept(logits(rows), ids), ids, divisors)
-            for rows, ids, divisors in zip(
-                hidden.split(size), chosen.split(size), temperature.split(size), strict=True
-            )
-        ]
+        vocabulary = head.planes("train").shape[0]
+        size = max(1, backend_of(hidden).logits_at_once // vocabulary)
+        if again is None:
+            size = rows_per_chunk(vocabulary)  # the chunks of backward, which reads them
+        parts, saved = [], []
+        for rows, ids, divisors in zip(
+            hidden.split(size), chosen.split(size), temperature.split(size), strict=True
+        ):
+            chunk = row_logits(rows, ids)
+            parts.append(exact_logprobs(chunk, ids, divisors))
+            if again is None:
+                saved.append(chunk)
+            del chunk  # before the next one
+        ctx.save_for_backward(hidden, chosen, temperature, *saved)
         logprobs, moments = (torch.cat(list(x), -1) for x in zip(*parts, strict=True))
         ctx.mark_non_differentiable(moments)
         return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, chosen, temperature = ctx.saved_tensors
+        hidden, chosen, temperature, *saved = ctx.saved_tensors
         weight = ctx.head.planes("train")
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = returned = None
@@ -109,7 +119,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             x = planes_of_rows(hidden[rows])
-            logits = ctx.kept(planes_fprop(x, weight), chosen[rows])
+            logits = saved.pop(0) if saved else ctx.again(planes_fprop(x, weight), chosen[rows])
             dlogits = exact_logits_gradient(logits, chosen[rows], temperature[rows], grads[0][rows])
             del logits
             if dhidden is not None:

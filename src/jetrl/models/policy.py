@@ -128,6 +128,7 @@ class Policy(Model):
             return head_logprobs(
                 hidden, chosen, temperature, head,
                 logits=lambda x: self.decoder.logits(x, "train"), kept=kept,
+                recompute=activation_checkpointing,
             )  # fmt: skip
         kernels = kernels_of(hidden) if number_format(self.plan.lm_head) is BF16 else None
         if kernels is not None and self.decoder.trace is None:
