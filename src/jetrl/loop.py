@@ -16,6 +16,7 @@ from jetrl.session import RunResult, Session
 from jetrl.session.from_python import settings_of
 from jetrl.session.ranks import joined_in_script
 from jetrl.session.session import StepCallback
+from jetrl.session.supervised import train_text
 from jetrl.settings.loading import Settings
 
 
@@ -76,10 +77,13 @@ def train(
 
 
 def sft(settings: Settings, out: str | Path | None = None, resume: bool = False) -> RunResult:
-    """Train on the task's demonstrations (`sft.steps`) and write the model.
+    """Train on the task's demonstrations, or on raw text (`sft.steps`), and write the model.
 
     Raises the errors of `train`. The model is also written to `out`, if given.
     """
+    if settings.task.is_text:
+        with joined_in_script(settings, resume) as resumed:
+            return train_text(settings, out, resumed)
     with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()
         session.evaluate_start()

@@ -1,13 +1,14 @@
 """Fine-tune on a task's demonstrations, for example as a warm start for reinforcement learning.
 
 With `--task reward`, train a reward model on a task's preference pairs; with `--task dpo`, train
-the model itself on them.
+the model itself on them. With task=text, continue pre-training on raw text (docs/data.md).
 
 For example:
 
     jetrl sft recipes/gsm8k-smoke.toml sft.steps=100 run.name=warm --out models/warm
     jetrl sft demo --task reward sft.until=none sft.steps=400 run.name=judge --out models/judge
     jetrl sft demo --task reward run.name=judge --resume
+    jetrl sft model.path=BASE task=text task.path=books/ sft.steps=1000 --out models/more
     jetrl sft demo --task dpo sft.until=none sft.dpo_beta=0.1 sft.lr=1e-5 run.name=preferred
 """
 

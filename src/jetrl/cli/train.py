@@ -355,7 +355,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     from jetrl.memory.plan import shown
     from jetrl.precision.plan import PrecisionPlan, plan_table
     from jetrl.runs.directory import check_start
-    from jetrl.session.open import TrainingContext, check_pairs, check_run
+    from jetrl.session.open import TrainingContext, check_pairs, check_run, check_text
     from jetrl.settings.loading import to_toml
 
     plan = PrecisionPlan.from_settings(settings.precision)
@@ -377,6 +377,8 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         if task in ("reward", "dpo"):
             dpo = task == "dpo"
             checked: TrainingContext = check_pairs(settings, resume or None, machine, dpo)
+        elif task and settings.task.is_text:
+            checked = check_text(settings, resume or None, machine)
         else:
             checked = check_run(settings, stack, resume or None, machine)
     yield f"# memory plan{_of_gpus(args, machine)}"

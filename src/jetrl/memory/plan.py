@@ -39,7 +39,7 @@ from jetrl.models.peft import adapted_config, lora_of
 from jetrl.precision.formats import number_format
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.settings.loading import Settings
-from jetrl.settings.sections import verified_drafts
+from jetrl.settings.model_sections import verified_drafts
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
@@ -152,6 +152,13 @@ class Workload:
             together=2,
             reference=reference,
         )
+
+    @staticmethod
+    def of_text(settings: Settings) -> Workload:
+        """Return the workload of training on raw text."""
+        sft, longest = settings.sft, max(settings.sft.lengths)
+        trained = -(-sft.tokens_per_step // longest)
+        return Workload(sequences=0, tokens=longest, trained=trained, prompts=0)
 
     def of_a_rank(self, settings: Settings, cards: int) -> Workload:
         """Return the workload of one GPU, which samples all completions of a prompt.

@@ -87,6 +87,13 @@ class RolloutSizesState(Stored):
     now: Annotated[tuple[Positive, Positive, Positive | None], Field(strict=False)]
 
 
+class TextState(Stored):
+    """Digest of a text, and the place in it: epoch, span, document, token (`session.examples`)."""
+
+    digest: Digest
+    place: Annotated[list[Count], Field(min_length=4, max_length=4)]
+
+
 class States(Stored):
     """States of all components, by registered name.
 
@@ -103,6 +110,7 @@ class States(Stored):
     sft_guard: GuardState | None = None
     critic_guard: GuardState | None = None
     clip: ClipState | None = None
+    text: TextState | None = None
 
 
 class Extra(Stored):

@@ -44,7 +44,8 @@ from jetrl.precision.backend import backend_for, has_kernels, select_backend
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.console import announced_if_slow
-from jetrl.settings.sections import RolloutSettings, verified_drafts
+from jetrl.settings.model_sections import verified_drafts
+from jetrl.settings.sections import RolloutSettings
 from jetrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)

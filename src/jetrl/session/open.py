@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,10 @@ from jetrl.session.building import (
 )
 from jetrl.session.episodes import Play, ServedPolicy
 from jetrl.session.examples import (
+    TextOrder,
     demonstration,
+    encode_document,
+    pieces,
     preference_examples,
     preference_pair,
     trained_examples,
@@ -61,14 +65,16 @@ from jetrl.session.recorded import RecordedRollouts
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.loading import Settings
-from jetrl.settings.sections import TrainSettings, verified_drafts
+from jetrl.settings.model_sections import verified_drafts
+from jetrl.settings.sections import TrainSettings
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.registry import trained_on
 from jetrl.tasks.rows import import_package
+from jetrl.tasks.text import RawText
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.objectives import Objective
-from jetrl.types import PromptInputs
+from jetrl.types import Example, PromptInputs
 
 WARNING = "warning: "  # prefix of notes that are warnings
 _ADVICE = "`jetrl train --dry-run` prints the memory plan of a run"
@@ -127,6 +133,15 @@ class PairContext(TrainingContext):
     """Model and data of training on pairs: a reward model, or a policy by DPO."""
 
     eval_pairs: list[Any]
+
+
+@dataclass(kw_only=True)
+class TextContext(TrainingContext):
+    """Model and data of training on raw text; it has no prompts."""
+
+    model: Policy
+    order: TextOrder
+    eval_examples: list[Example]
 
 
 @dataclass(kw_only=True)
@@ -293,6 +308,48 @@ def check_pairs(
             f"{equal} of {len(pairs)} pairs are the same completion twice and have no effect"
         )
     return run
+
+
+def check_text(
+    settings: Settings, resume: bool | None = None, machine: Machine | None = None
+) -> TextContext:
+    """Run all checks of training on raw text that need no weights; reads the whole text once."""
+    machine = machine or Machine.here(settings)
+    plan, sft = PrecisionPlan.from_settings(settings.precision), settings.sft
+    _check_place(settings, plan, resume, machine.cards)
+    check_trackers(settings.trackers.names)
+    _check_defined(settings, plan)
+    config, longest = model_config(settings), max(sft.lengths)
+    if longest > config.max_position_embeddings:
+        context = config.max_position_embeddings
+        raise UserError(f"sft.lengths = {longest}: the model's context is {context}; lower it")
+    check_device(config, plan, torch.device(machine.device), elsewhere=machine.elsewhere)
+    memory = _planned(settings, config, OtherModels(), Workload.of_text(settings), machine)
+    task = build_task(settings.task)
+    assert isinstance(task, RawText)
+    policy = build_policy(settings, plan, None, "meta")
+    split = task.split(settings.task.split)
+    world().same("the text", split.digest)
+    notes = [f"{split.documents:,} documents to train on, with {split.characters:,} characters"]
+    eval_examples: list[Example] = []
+    if settings.eval.every:
+        held_out, limit = task.split(settings.task.eval_split), settings.eval.prompts or None
+        for document in itertools.islice(held_out, limit):
+            eval_examples += pieces(encode_document(policy, document), longest)
+        notes.append(f"{sum(map(len, eval_examples)):,} tokens to evaluate on")
+    notes += _short_warm_up("sft", sft.warmup_steps, sft.steps)
+    return TextContext(
+        settings=settings,
+        machine=machine,
+        model=policy,
+        task=task,
+        prompts=[],
+        eval_prompts=[],
+        memory=memory,
+        notes=notes,
+        order=TextOrder(settings, policy, split),
+        eval_examples=eval_examples,
+    )
 
 
 def _planned(
@@ -604,5 +661,15 @@ def open_pair_context(
     build = build_policy if dpo else build_scalar_model
     with explained("loading the model", advice):
         run.model = build(settings, run.model.plan, run.task.alphabet)
+    run.loading = f"models loaded in {time.monotonic() - began:.1f} s"
+    return run
+
+
+def open_text_context(settings: Settings, resume: bool | None = None) -> TextContext:
+    """Check training on raw text, then load its model."""
+    run = check_text(settings, resume)
+    began = time.monotonic()
+    with explained("loading the model", "`jetrl sft --dry-run` prints the memory plan"):
+        run.model = build_policy(settings, run.model.plan, None)
     run.loading = f"models loaded in {time.monotonic() - began:.1f} s"
     return run

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,8 +45,8 @@ from jetrl.session.step import (
     throughput_metrics,
 )
 from jetrl.session.stop_signals import StepGivenUp
-from jetrl.session.supervised import SupervisedUpdates
-from jetrl.session.training_run import TrainingRun, settings_of_attempt
+from jetrl.session.supervised import SupervisedUpdates, drawn_examples
+from jetrl.session.training_run import RunResult, TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
 from jetrl.tasks.base import TrainerState
@@ -65,26 +65,6 @@ logger = logging.getLogger(__name__)
 
 StepCallback = Callable[[StepStats], object]
 """Called after each step is recorded, on every rank; a true result ends the run."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Outcome of a run, and why it `stopped` early; paths are None if nothing was written.
-
-    `chats`: True if it trained on chat prompts rather than plain text. `digest`: of all its steps,
-    64 hex digits (runs/digest.py); "" if it has none. `best_path`: the kept checkpoint with the
-    highest score, with checkpoint.keep_best.
-    """
-
-    run_path: Path
-    report_path: Path | None
-    checkpoint_path: Path | None
-    model_path: Path | None
-    steps: int
-    stopped: str = ""
-    chats: bool = False
-    digest: str = ""
-    best_path: Path | None = None
 
 
 class OpenRun:
@@ -266,8 +246,9 @@ class Session(OpenRun):
             updates = SupervisedUpdates(
                 self.run,
                 trainer,
-                example_of=demonstration,
+                draw=drawn_examples(context, demonstration),
                 evaluate=eval_reward,
+                check_every=settings.sft.checks,
                 before_update=reports.expect_updates,
             )
             updates.train()
@@ -530,17 +511,11 @@ class Session(OpenRun):
         # Under fp32, export without rounding, so that the exported model is the policy.
         is_fp32 = self.context.policy.plan.reads_masters
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
-        run_path = run.directory.path
-        report = run_path / "report.html" if self.settings.report.enabled else None
-        return RunResult(
-            run_path=run_path,
-            report_path=report,
-            checkpoint_path=run.checkpoints.last_path,
-            model_path=model_path,
-            steps=self.last_step.number,
+        return run.result(
+            model_path,
+            self.last_step.number,
             stopped=stopped,
             chats=any(encoded.prompt.messages is not None for encoded in self.context.prompts),
-            digest=run.digest.text,
             best_path=best_path,
         )
 

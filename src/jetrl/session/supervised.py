@@ -1,6 +1,7 @@
-"""Supervised updates: the warm-up before RL, reward-model training, and DPO.
+"""Supervised updates: the warm-up before RL, reward-model training, DPO, and raw text.
 
-They differ in trainer, examples and eval metric. DPO (`jetrl sft --task dpo`) trains the policy of
+They differ in trainer, examples and eval metric. Raw text (task `text`) continues the pre-training
+of the policy of [model]. DPO (`jetrl sft --task dpo`) trains the policy of
 [model] on the same pairs as a reward model. A reward model (`jetrl sft --task reward`) is the
 decoder of [model] with a new head or its own, trained on pairs from `Task.preference` and written
 as a Hugging Face ...ForSequenceClassification directory.
@@ -21,41 +22,44 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.runs.digest import as_metric
 from jetrl.session.building import dpo_reference
 from jetrl.session.examples import preference_examples, preference_pair
-from jetrl.session.open import open_pair_context
-from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.open import TrainingContext, open_pair_context, open_text_context
 from jetrl.session.ranks import joined_in_script
 from jetrl.session.sampling import EncodedPrompt
-from jetrl.session.training_run import TrainingRun, settings_of_attempt
+from jetrl.session.step import largest_of_ranks
+from jetrl.session.training_run import RunResult, TrainingRun, settings_of_attempt
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.sft import DpoTrainer, Pair, RewardTrainer, SftTrainer
+from jetrl.training.sft import DpoTrainer, Pair, RewardTrainer, SftTrainer, mean_loss, num_tokens_of
 
 
 @dataclass(frozen=True)
 class SupervisedUpdates:
     """The `sft.steps` supervised updates of a run, with early stopping at `sft.until`.
 
-    `evaluate` returns the value compared with `sft.until`. `eval_metric` is its metric name if
-    the updates are the whole run, whose last update is checkpointed; None for a warm-up, after
-    which the run writes a checkpoint itself.
+    `draw` returns the examples of an update, from 1. With `carries_place`, a checkpoint has its
+    state; others are called again for earlier updates. `evaluate` returns the value compared with
+    `sft.until`, after every `check_every` updates if above 0; None if there is nothing to evaluate.
+    `eval_metric` is its metric name if the updates are the whole run, whose last update is
+    checkpointed; None for a warm-up, after which the run writes a checkpoint itself.
     """
 
     run: TrainingRun
     trainer: SftTrainer | RewardTrainer | DpoTrainer
-    example_of: Callable[[Task, Any, EncodedPrompt], Any]
-    evaluate: Callable[[], float]
+    draw: Callable[[int], Sequence[Any]]
+    evaluate: Callable[[], float | None]
+    check_every: int
     before_update: Callable[[int], None] = lambda update: None
     eval_metric: str | None = None
+    carries_place: bool = False
 
     def train(self) -> float | None:
         """Run the updates from the last checkpoint on; return the last eval value, if any."""
         run, is_whole_run = self.run, self.eval_metric is not None
-        # Use a separate prompt order, so that RL draws the same prompts with or without a warm-up.
-        order = run.context.prompt_order("sft")
         update = self._resume()
-        for earlier in range(1, update + 1):
-            self._examples(order, earlier)  # a task may be stateful
+        # A place in a text came with the checkpoint; prompts are functions of the update.
+        for earlier in range(1, 1 if self.carries_place else update + 1):
+            self.draw(earlier)  # a task may be stateful
         value = self._eval_value(update)
         while not self._is_over(update, value):
             update += 1
@@ -64,8 +68,12 @@ class SupervisedUpdates:
             # Tell guards which update they watch.
             self.before_update(update)
             with run.phases.phase("sft"):
-                metrics = self.trainer.step(self._examples(order, update))
-            metrics["timing/step_s"] = run.phases.timings["sft"]
+                examples = self.draw(update)
+                metrics = self.trainer.step(examples)
+            metrics["timing/step_s"] = seconds = run.phases.timings["sft"]
+            num_tokens = sum(map(num_tokens_of, examples))
+            metrics["throughput/train_tokens_per_s"] = num_tokens / seconds
+            metrics |= largest_of_ranks(run.memory_peaks.take_metrics())
             if self.eval_metric is not None:  # evaluated now, as part of the metrics line
                 value = self._eval_value(update)
                 if value is not None:
@@ -93,20 +101,16 @@ class SupervisedUpdates:
             run.note_micro_batches(trainer.micro_batch_size.tokens)
         return update
 
-    def _examples(self, order: PromptOrder, update: int) -> list[Any]:
-        context = self.run.context
-        prompts = order.draw(update, self.run.settings.sft.examples_per_step)
-        return [self.example_of(context.task, context.model, encoded) for encoded in prompts]
-
     def _eval_value(self, update: int) -> float | None:
         """Return the eval value if it is due after an update, else None."""
         sft = self.run.settings.sft
-        due = sft.until is not None and update > 0 and update % sft.check_every == 0
+        due = self.check_every > 0 and update > 0 and update % self.check_every == 0
         if self.eval_metric is not None:
             return self.evaluate() if due or update >= sft.steps else None
         if not due:
             return None
         value = self.evaluate()
+        assert value is not None, "a warm-up has eval prompts"
         self.run.display.note(f"eval reward {value:.3f} after {update} supervised updates")
         return value
 
@@ -129,7 +133,21 @@ class SupervisedUpdates:
             raise TimeLimitReached(f"{run.stops.reason}; continue with --resume")
 
 
-_TITLES = {"reward_model/eval_accuracy": "reward model", "dpo/eval_accuracy": "dpo"}
+_TITLES = {
+    "reward_model/eval_accuracy": "reward model",
+    "dpo/eval_accuracy": "dpo",
+    "text/eval_loss": "raw text",
+}
+
+
+def drawn_examples(
+    context: TrainingContext, example_of: Callable[[Task, Any, EncodedPrompt], Any]
+) -> Callable[[int], list[Any]]:
+    """Return a function from an update to its examples, one for each prompt."""
+    # Use a separate prompt order, so that RL draws the same prompts with or without a warm-up.
+    order, count = context.prompt_order("sft"), context.settings.sft.examples_per_step
+    task, model = context.task, context.model
+    return lambda update: [example_of(task, model, each) for each in order.draw(update, count)]
 
 
 @dataclass(frozen=True)
@@ -194,8 +212,9 @@ def _train(settings: Settings, out: str | Path | None, resume: bool, dpo: bool) 
         updates = SupervisedUpdates(
             run,
             trainer,
-            example_of=preference_examples if dpo else preference_pair,
+            draw=drawn_examples(context, preference_examples if dpo else preference_pair),
             evaluate=eval_accuracy,
+            check_every=settings.sft.checks,
             eval_metric="dpo/eval_accuracy" if dpo else "reward_model/eval_accuracy",
         )
         value = updates.train()
@@ -204,6 +223,47 @@ def _train(settings: Settings, out: str | Path | None, resume: bool, dpo: bool) 
         rounds = dpo and not model.plan.reads_masters
         model_path = run.export("bfloat16" if rounds else "float32", out)
         return PairResult(run.directory.path, model_path, value, len(context.eval_pairs))
+
+
+def train_text(
+    settings: Settings, out: str | Path | None = None, resume: bool = False
+) -> RunResult:
+    """Continue the pre-training of a policy on raw text, and write the model, also to `out`.
+
+    Runs `sft.steps` updates of at most `sft.tokens_per_step` tokens. A resumed training continues
+    at the same place in the text and has the bits of an uninterrupted one. Raises the errors of
+    `loop.train`.
+    """
+    began = time.monotonic()
+    settings = settings_of_attempt(settings, resume)
+    context = open_text_context(settings, resume)
+    policy, order = context.model, context.order
+    size = MicroBatchSize.of(settings.train, context.memory.tokens)
+    trainer = SftTrainer(policy, settings, size)
+    with contextlib.ExitStack() as stack:
+        run = TrainingRun(context, stack, resume, began)
+        for name, component in (("micro_batches", size), ("guard", trainer.guard), ("text", order)):
+            run.checkpoints.components.register(name, component)
+        if not run.checkpoints.in_supervised_updates:
+            run.display.note(*(run.checkpoints.start_over() if resume else []))
+            run.note_micro_batches(size.tokens)
+
+        def eval_loss() -> float | None:
+            with run.phases.phase("eval"):
+                return mean_loss(policy, context.eval_examples, size.tokens)
+
+        SupervisedUpdates(
+            run,
+            trainer,
+            draw=order.draw,
+            evaluate=eval_loss,
+            check_every=settings.eval.every,
+            eval_metric="text/eval_loss",
+            carries_place=True,
+        ).train()
+        # Under fp32, export without rounding, so that the exported model is the policy.
+        model_path = run.export("float32" if policy.plan.reads_masters else "bfloat16", out)
+        return run.result(model_path, settings.sft.steps)
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,26 @@ def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
     if not resume:
         return settings
     return world().from_first("the run's settings", lambda: settings_of_resume(settings))
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of a run, and why it `stopped` early; paths are None if nothing was written.
+
+    `chats`: True if it trained on chat prompts rather than plain text. `digest`: of all its steps,
+    64 hex digits (runs/digest.py); "" if it has none. `best_path`: the kept checkpoint with the
+    highest score, with checkpoint.keep_best.
+    """
+
+    run_path: Path
+    report_path: Path | None
+    checkpoint_path: Path | None
+    model_path: Path | None
+    steps: int
+    stopped: str = ""
+    chats: bool = False
+    digest: str = ""
+    best_path: Path | None = None
 
 
 class TrainingRun:
@@ -241,6 +262,28 @@ class TrainingRun:
             self.checkpoints.wait()
         self.display.close()
         return path
+
+    def result(
+        self,
+        model_path: Path,
+        steps: int,
+        stopped: str = "",
+        chats: bool = False,
+        best_path: Path | None = None,
+    ) -> RunResult:
+        """Return the outcome of a run after `export`."""
+        path = self.directory.path
+        return RunResult(
+            run_path=path,
+            report_path=path / "report.html" if self.settings.report.enabled else None,
+            checkpoint_path=self.checkpoints.last_path,
+            model_path=model_path,
+            steps=steps,
+            stopped=stopped,
+            chats=chats,
+            digest=self.digest.text,
+            best_path=best_path,
+        )
 
     def _settle(self, error: BaseException | None) -> None:
         """After an error, complete the pending checkpoint and inform the other ranks."""

@@ -1,4 +1,4 @@
-"""Sections of the models: [precision], [reference], [teacher], [critic], [reward], [adapter]."""
+"""Sections of the models: precision, reference, teacher, critic, reward, adapter, draft_head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from pydantic import Field, model_validator
 
 from jetrl.settings import presets
 from jetrl.settings.algorithms import AlgorithmSettings
-from jetrl.settings.section import LayerCount, NonNegativeFloat, Positive, PositiveFloat, Section
+from jetrl.settings.section import (
+    LayerCount,
+    Mass,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+MOST_TOKENS = 7  # Maximum draft length: a forward verifies 8 tokens per sequence.
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class PrecisionSettings(Section):
@@ -205,3 +215,37 @@ class AdapterSettings(Section):
                     f"adapter.{key} is set: set adapter.kind=lora too, or leave it out"
                 )
         return self
+
+
+class DraftHeadSettings(Section):
+    """The section `[draft_head]`, for rollout.speculation = head or auto (docs/rollout.md)."""
+
+    tokens: Tokens = 3
+    """draft length, in tokens"""
+    lr: PositiveFloat = 5e-4
+    """AdamW learning rate of the draft head"""
+    share: Mass = 0.2
+    """fraction of the tokens of each step's first update to train the draft head on"""
+    most_tokens: Positive = 16384
+    """maximum tokens per step to train the draft head on"""
+    tokens_per_update: Positive = 1024
+    """tokens per draft-head update"""
+
+
+Speculation = Literal["off", "text", "head", "auto"]
+
+
+def verified_drafts(
+    asked: Speculation | None, exact: bool, device: str, oversample: float
+) -> Speculation:
+    """Return the speculation mode of a run; by default text drafts if the run is reproducible.
+
+    `auto` sizes forwards by measured time, which changes samples under an inexact plan and, with
+    oversampling, which completions are truncated.
+
+    Args:
+        asked: rollout.speculation, or None if unset.
+        exact: True if sampler and trainer agree bitwise.
+        device: "cpu" or a GPU.
+    """
+    return asked or ("auto" if exact and device != "cpu" and not oversample else "off")

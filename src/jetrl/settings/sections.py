@@ -9,6 +9,8 @@ name the keys and say which one to change.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -18,7 +20,7 @@ from jetrl.errors import UserError
 from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.messages import explain
-from jetrl.settings.model_sections import PrecisionSettings
+from jetrl.settings.model_sections import PrecisionSettings, Speculation
 from jetrl.settings.presets import PRESETS, codes_alike
 from jetrl.settings.section import (
     COMMAS,
@@ -39,43 +41,7 @@ from jetrl.settings.section import (
     without_none,
 )
 
-MOST_TOKENS = 7  # Maximum draft length: a forward verifies 8 tokens per sequence.
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 PageSize = Annotated[int, Field(ge=1, le=2**16)]
-
-
-class DraftHeadSettings(Section):
-    """The section `[draft_head]`, for rollout.speculation = head or auto (docs/rollout.md)."""
-
-    tokens: Tokens = 3
-    """draft length, in tokens"""
-    lr: PositiveFloat = 5e-4
-    """AdamW learning rate of the draft head"""
-    share: Mass = 0.2
-    """fraction of the tokens of each step's first update to train the draft head on"""
-    most_tokens: Positive = 16384
-    """maximum tokens per step to train the draft head on"""
-    tokens_per_update: Positive = 1024
-    """tokens per draft-head update"""
-
-
-Speculation = Literal["off", "text", "head", "auto"]
-
-
-def verified_drafts(
-    asked: Speculation | None, exact: bool, device: str, oversample: float
-) -> Speculation:
-    """Return the speculation mode of a run; by default text drafts if the run is reproducible.
-
-    `auto` sizes forwards by measured time, which changes samples under an inexact plan and, with
-    oversampling, which completions are truncated.
-
-    Args:
-        asked: rollout.speculation, or None if unset.
-        exact: True if sampler and trainer agree bitwise.
-        device: "cpu" or a GPU.
-    """
-    return asked or ("auto" if exact and device != "cpu" and not oversample else "off")
 
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -166,6 +132,11 @@ class TaskSettings(Section):
     """memory limit per scoring process in MiB, in addition to the task's imports; 0: no limit"""
 
     _options = field_validator("options", mode="before")(without_none)
+
+    @property
+    def is_text(self) -> bool:
+        """True if the task is raw text."""
+        return self.name == "text"
 
 
 class DataSettings(Section):
@@ -330,6 +301,9 @@ class LoopSettings(Section):
     """passes over the training prompts; overrides loop.steps"""
 
 
+TextLength = Annotated[int, Field(ge=2)]  # a token to predict, and one before it
+
+
 class SftSettings(Section):
     """Supervised training on the task's demonstrations: `jetrl sft`, or before RL if steps > 0."""
 
@@ -337,6 +311,13 @@ class SftSettings(Section):
     """optimizer updates; `jetrl train` runs them before RL"""
     examples_per_step: Many = 64
     """demonstrations per update"""
+    tokens_per_step: Positive = 65536
+    """of task text: maximum tokens per update"""
+    lengths: Annotated[tuple[TextLength, ...], ONE_OR_MORE] = (2048,)
+    """of task text: maximum tokens of a sequence, one number per stage; longer documents are cut"""
+    length_steps: tuple[Positive, ...] = ()
+    """of task text: updates of each stage but the last, as in lengths = [2048, 8192],
+    length_steps = [900]"""
     lr: PositiveFloat = 1e-4
     """peak learning rate of AdamW"""
     warmup_steps: NonNegative = 0
@@ -349,6 +330,36 @@ class SftSettings(Section):
     """stop early once the mean reward on the eval set reaches this value. Default: never"""
     check_every: Positive = 25
     """updates between checks of sft.until"""
+
+    @model_validator(mode="after")
+    def stages_agree(self) -> SftSettings:
+        """Check that each stage of lengths has its updates."""
+        if len(self.length_steps) != len(self.lengths) - 1:
+            raise ValueError(
+                f"sft.lengths has {len(self.lengths)} stages, so sft.length_steps needs "
+                f"{len(self.lengths) - 1} numbers, not {len(self.length_steps)}"
+            )
+        if 0 < self.steps <= sum(self.length_steps):
+            raise ValueError(
+                f"sft.length_steps add up to {sum(self.length_steps)}, so sft.steps = {self.steps} "
+                "leaves no update for the last length"
+            )
+        if max(self.lengths) > self.tokens_per_step:
+            raise ValueError(
+                f"sft.tokens_per_step = {self.tokens_per_step} is below sft.lengths = "
+                f"{max(self.lengths)}: an update needs room for one sequence"
+            )
+        return self
+
+    @property
+    def checks(self) -> int:
+        """Updates between checks of `until`; 0 without it."""
+        return 0 if self.until is None else self.check_every
+
+    def length(self, update: int) -> int:
+        """Return the maximum tokens of a sequence of text in an update (from 1)."""
+        ends = list(itertools.accumulate(self.length_steps))
+        return self.lengths[bisect.bisect_left(ends, update)]
 
 
 class EvalSettings(Section):
@@ -453,7 +464,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
-    draft_head: DraftHeadSettings = DraftHeadSettings()
+    draft_head: model_sections.DraftHeadSettings = model_sections.DraftHeadSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     reference: model_sections.ReferenceSettings = model_sections.ReferenceSettings()
     teacher: model_sections.TeacherSettings = model_sections.TeacherSettings()
@@ -614,7 +625,7 @@ class Settings(Section):
         yield from unread("train.schedule=linear or cosine", decays, "train.min_lr_ratio")
         has_critic = self.critic.path is not None
         yield from unread("critic.path (ppo has a critic)", has_critic, "critic.lr", "critic.clip")
-        keys = [f"draft_head.{key}" for key in DraftHeadSettings.model_fields]
+        keys = [f"draft_head.{key}" for key in model_sections.DraftHeadSettings.model_fields]
         # Resuming without the head is allowed: `rollout.speculation = off` is then explicit.
         drafts = self.rollout.asks_head or "speculation" in self.rollout.model_fields_set
         yield from unread("rollout.speculation=head or auto", drafts, *keys)
@@ -640,6 +651,10 @@ class Settings(Section):
         warms_up = bool(sft.steps) or "steps" in sft.model_fields_set
         keys = [f"sft.{key}" for key in SftSettings.model_fields if key != "steps"]
         yield from unread("sft.steps above 0", warms_up, *keys)
+        keys = ["sft.tokens_per_step", "sft.lengths", "sft.length_steps"]
+        yield from unread("task.name=text", self.task.is_text, *keys)
+        keys = ["sft.examples_per_step", "sft.until", "sft.check_every"]
+        yield from unread("a task with demonstrations", not self.task.is_text, *keys)
 
     def _unread(self, needs: str, is_read: bool, *keys: str) -> Iterator[str]:
         """Yield a message for each given key that is set, unless `is_read`."""

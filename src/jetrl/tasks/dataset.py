@@ -111,20 +111,22 @@ class _RowFields:
         if self.template is not None:
             return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         name = self.name(row, "prompt") or "prompt"
-        value = as_messages(_value(row, name, where, "task.options.prompt names it"), name, where)
+        value = as_messages(
+            field_value(row, name, where, "task.options.prompt names it"), name, where
+        )
         if self.names["prompt"] is None and name in ("messages", "chosen"):
             if are_messages(value) and value[-1]["role"] == "assistant":
                 return value[:-1]
             if name == "chosen":  # plain text does not contain the prompt
-                _value(row, "prompt", where, "task.options.prompt names it")
+                field_value(row, "prompt", where, "task.options.prompt names it")
         return value
 
     def _fill(self, row: Row, field: str, where: str) -> str:
-        value = _value(row, field, where, "task.options.template takes it")
+        value = field_value(row, field, where, "task.options.template takes it")
         if isinstance(value, Mapping) or are_messages(as_messages(value, field, where)):
             raise UserError(
                 f"{where}: field {field!r} is {value!r:.60}, not a text that "
-                f"task.options.template could take{_parts(field, value)}"
+                f"task.options.template could take{parts_of(field, value)}"
             )
         return str(value)
 
@@ -133,11 +135,11 @@ class _RowFields:
         name = self.name(row, role)
         if not name:
             return None
-        value = _value(row, name, where, f"task.options.{role} names it")
+        value = field_value(row, name, where, f"task.options.{role} names it")
         whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
         number = whole or (isinstance(value, float) and math.isfinite(value))
         if not isinstance(value, str) and not number:
-            hint = _parts(name, value)
+            hint = parts_of(name, value)
             if role == "answer" and not self.needs_answer:
                 hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
             raise UserError(
@@ -375,7 +377,7 @@ class Dataset(Task):
         answer = fields.text(row, "answer", where)
         if answer is None and fields.needs_answer:
             if not any(fields.name(row, role) for role in ("demonstration", "chosen")):
-                _value(row, "answer", where, "task.options.answer names it")
+                field_value(row, "answer", where, "task.options.answer names it")
         elif "math" in self._checkers and not gold_answer(answer or ""):
             what = f"{where}: field {fields.name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "the checker 'math' reads no answer in it"
@@ -405,7 +407,8 @@ class Dataset(Task):
         return prompt
 
 
-def _value(row: Row, field: str, where: str, why: str) -> Any:
+def field_value(row: Row, field: str, where: str, why: str) -> Any:
+    """Return a field by name or dotted path; raise UserError, with `why` it is read, without it."""
     value = value_at(row, field)
     if value is not None:
         return value
@@ -424,7 +427,7 @@ def _paths(row: Row, above: str = "") -> Iterator[str]:
             yield from _paths(value, f"{above}{key}.")
 
 
-def _parts(field: str, value: Any) -> str:
+def parts_of(field: str, value: Any) -> str:
     """Return a hint about dotted paths into an object, or ""."""
     parts = list(_paths(value, f"{field}."))[:4] if isinstance(value, Mapping) else []
     return f"; a part of it is named {' or '.join(parts)}" if parts else ""

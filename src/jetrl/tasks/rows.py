@@ -13,10 +13,11 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jetrl.errors import UserError
 from jetrl.files import MOST_TEXT
@@ -60,17 +61,17 @@ def splits_of(path: str) -> list[str] | None:
     return []
 
 
-def split_files(folder: Path) -> dict[str, list[Path]]:
+def split_files(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> dict[str, list[Path]]:
     """Return the files of each split, such as train.jsonl, in a folder and in its folder `data`."""
     splits: dict[str, list[Path]] = {}
     for place in (folder, folder / "data"):
-        for suffix in SUFFIXES:
+        for suffix in suffixes:
             for file in sorted(place.glob(f"*{suffix}")):
                 splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
     return splits
 
 
-def _check_whole(path: str, split: str, files: list[Path]) -> None:
+def check_whole(path: str, split: str, files: list[Path]) -> None:
     """Raise UserError unless the files are a single file or all shards of one set."""
     shards = [_SHARD.search(file.stem) for file in files]
     if shards == [None]:
@@ -109,7 +110,7 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
             needs = f"{split}.jsonl (or {', '.join(SUFFIXES[1:])})"
             has = ", ".join(files) or "none"
             raise UserError(f"task.path = {path}: the folder has no {needs}; its splits: {has}")
-        _check_whole(str(location), split, files[split])
+        check_whole(str(location), split, files[split])
         return itertools.chain.from_iterable(map(file_rows, files[split]))
     return file_rows(location) if location.is_file() else _named_rows(path, split, config)
 
@@ -125,18 +126,87 @@ def file_rows(file: Path) -> Iterator[tuple[Row, str]]:
     return _array_rows(file) if is_array else _jsonl_rows(file)
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[Row, str]]:
-    for number, contents in enumerate(_lines(file), start=1):
+class Span(NamedTuple):
+    """A part of a file that is read at once: whole lines, or a row group of Parquet.
+
+    Attributes:
+        start: First byte, or the number of the row group.
+        line: Number of the first line, or row.
+        cut: True if it ended only because of its size.
+    """
+
+    file: Path
+    start: int
+    stop: int
+    line: int
+    cut: bool = False
+
+
+def line_spans(file: Path, size: int, ends: Callable[[bytes], bool]) -> Iterator[Span]:
+    """Yield the lines of a file in spans of about `size` bytes.
+
+    A span ends after a line for which `ends` is true, or after any line if it has twice the size.
+    """
+    start = stop = 0
+    first = number = 1
+    for number, line in enumerate(_lines(file), start=1):
+        _check_length(line, f"{file}, line {number}")
+        stop += len(line)
+        if (ended := stop - start >= size and ends(line)) or stop - start >= 2 * size:
+            yield Span(file, start, stop, first, cut=not ended)
+            start, first = stop, number + 1
+    if stop > start:
+        yield Span(file, start, stop, first)
+
+
+def row_spans(file: Path, size: int) -> Iterator[Span]:
+    """Yield the spans of a file with rows: of JSONL and Parquet several, of other files one."""
+    if file.suffix == ".jsonl":
+        yield from line_spans(file, size, lambda line: True)
+    elif file.suffix == ".parquet":
+        with _parquet(file) as opened:
+            counts = [opened.metadata.row_group(n).num_rows for n in range(opened.num_row_groups)]
+        for number, end in enumerate(itertools.accumulate(counts)):
+            yield Span(file, number, number + 1, line=end - counts[number])
+    else:
+        yield Span(file, 0, file.stat().st_size, 1)
+
+
+def span_rows(span: Span) -> Iterator[tuple[Row, str]]:
+    """Return the rows of a span, each with its file and line, or its number."""
+    if span.file.suffix == ".jsonl":
+        return _jsonl_rows(span.file, span)
+    return (
+        _parquet_rows(span.file, span) if span.file.suffix == ".parquet" else file_rows(span.file)
+    )
+
+
+def span_lines(span: Span) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines of a span, each with its number."""
+    position = span.start
+    for number, contents in enumerate(_lines(span.file, span.start), start=span.line):
+        if position >= span.stop:
+            return
+        position += len(contents)
+        yield contents, number
+
+
+def _check_length(line: bytes, where: str) -> None:
+    if len(line) > MOST_TEXT:
+        raise UserError(f"{where}: longer than {MOST_TEXT / 2**20:g} MiB, too long for a line")
+
+
+def _jsonl_rows(file: Path, span: Span | None = None) -> Iterator[tuple[Row, str]]:
+    for contents, number in span_lines(span or Span(file, 0, sys.maxsize, 1)):
         where = f"{file}, line {number}"
-        if len(contents) > MOST_TEXT:
-            raise UserError(f"{where}: longer than {MOST_TEXT / 2**20:g} MiB, too long for a row")
-        text = _decoded(contents, where, number == 1)
+        _check_length(contents, where)
+        text = decoded(contents, where, number == 1)
         if text.strip():
             yield _object(_loads(text, file, number), where), where
 
 
 def _array_rows(file: Path) -> Iterator[tuple[Row, str]]:
-    text = _decoded(b"".join(_lines(file)), str(file), True)
+    text = decoded(b"".join(_lines(file)), str(file), True)
     for number, row in enumerate(_loads(text, file)):
         where = f"{file}, row {number}"
         yield _object(row, where), where
@@ -144,7 +214,7 @@ def _array_rows(file: Path) -> Iterator[tuple[Row, str]]:
 
 def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(MOST_TEXT)
-    text = _decoded(b"".join(_lines(file)), str(file), True)
+    text = decoded(b"".join(_lines(file)), str(file), True)
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
     # Quotes after a space would be literal, and a comma inside would end the field.
     lines = io.StringIO(text, newline="")
@@ -164,11 +234,12 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
         raise UserError(f"{file}, after line {reader.line_num}: not CSV: {error}") from None
 
 
-def _decoded(contents: bytes, where: str, is_start: bool) -> str:
+def decoded(contents: bytes, where: str, is_start: bool) -> str:
+    """Return the text of UTF-8 bytes, without the byte-order mark of a file's start."""
     try:
-        return contents.decode("utf-8-sig" if is_start else "utf-8")  # strip a byte-order mark
+        return contents.decode("utf-8-sig" if is_start else "utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text ({error.reason})") from None
+        raise UserError(f"{where}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
 
 
 def _loads(text: str, file: Path, line: int = 1) -> Any:
@@ -196,21 +267,31 @@ def _object(row: Any, where: str) -> Row:
     raise UserError(f"{where}: a JSON object is expected, not {str(row)[:40]!r}")
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, truncated at MOST_TEXT + 1 bytes."""
+def _lines(file: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file from a byte on, truncated at MOST_TEXT + 1 bytes."""
     try:
         with file.open("rb") as lines:
+            lines.seek(start)
             yield from iter(lambda: lines.readline(MOST_TEXT + 1), b"")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from None
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
+@contextlib.contextmanager
+def _parquet(file: Path) -> Iterator[Any]:
+    """Open a Parquet file; any error is a UserError that names it."""
     parquet = import_package("pyarrow.parquet", f"to read {file}")
-    with _foreign_errors(f"{file}: not a Parquet file that can be read"):
-        batches = parquet.ParquetFile(file).iter_batches()
+    where = f"{file}: not a Parquet file that can be read"
+    with _foreign_errors(where), parquet.ParquetFile(file) as opened:
+        yield opened
+
+
+def _parquet_rows(file: Path, span: Span | None = None) -> Iterator[tuple[Row, str]]:
+    with _parquet(file) as opened:
+        batches = opened.iter_batches(row_groups=None if span is None else [span.start])
         rows = [row for batch in batches for row in batch.to_pylist()]
-    return ((_of_arrow(row), f"{file}, row {number}") for number, row in enumerate(rows))
+    first = 0 if span is None else span.line
+    return ((_of_arrow(row), f"{file}, row {number}") for number, row in enumerate(rows, first))
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:

@@ -106,14 +106,24 @@ def _loss(
     return with_routes(loss, routes, [], share=share, train=train) if routes else loss
 
 
+@torch.no_grad()
+def mean_loss(policy: Policy, examples: Sequence[Example], tokens_at_once: int) -> float | None:
+    """Return the mean loss of examples, in nats per token of their completions; None if empty."""
+    batches = pack_examples(examples, tokens_at_once)
+    losses = [total(-batch_logprobs(policy, batch)[0].double()) for batch in batches]
+    count = sum(len(example.completion) for example in examples)
+    return sum(map(float, losses)) / count if examples else None
+
+
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of the better and the worse sequence, including the prompt."""
 ExamplePair = tuple[Example, Example]
 """The better and the worse completion of a prompt."""
 
 
-def _num_tokens(pair: Pair | ExamplePair) -> int:
-    return len(pair[0]) + len(pair[1])
+def num_tokens_of(example: Example | Pair | ExamplePair) -> int:
+    """Return the tokens of an example or a pair, including prompts."""
+    return len(example) if isinstance(example, Example) else len(example[0]) + len(example[1])
 
 
 class PairMinibatch(Minibatch):
@@ -126,7 +136,7 @@ class PairMinibatch(Minibatch):
 
     @staticmethod
     def tokens_of(micro_batch: Any) -> int:
-        return sum(map(_num_tokens, micro_batch))
+        return sum(map(num_tokens_of, micro_batch))
 
     def shrink(self, problem: str) -> None:
         """Halve the run's token limit and split the pairs again."""
@@ -135,7 +145,7 @@ class PairMinibatch(Minibatch):
         self.micro_batches = self._packed()
 
     def _packed(self) -> list[Sequence[Pair | ExamplePair]]:
-        ranges = self._size.ranges([_num_tokens(pair) for pair in self.pairs])
+        ranges = self._size.ranges([num_tokens_of(pair) for pair in self.pairs])
         return [self.pairs[part.start : part.stop] for part in ranges]
 
 
