@@ -47,6 +47,7 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "unified": ("unified", "unified"),
     "int8": ("int8", "int8"),
     "int8, INT8 backward": ("int8 grad_output=int8", "int8"),
+    "int8, saved codes": ("int8 saved=int8", "int8"),
     "int8, plain keys": ("int8 key_smoothing=false", "int8"),
     "int8, BF16 keys and values": ("int8 kv=bf16", "int8 kv=bf16"),
     "unified, fastest attention": ("unified", "bf16"),
@@ -187,9 +188,17 @@ def shares(bench: LayerBench) -> dict[str, float]:
     return {name: round(ms, 3) for name, ms in totals.items()}
 
 
+def saved_mib(bench: LayerBench) -> float:
+    """Return the MiB that a forward leaves for backward on a GPU."""
+    before = torch.cuda.memory_allocated()
+    _, delta = bench.forward()  # the next layer saves the sum of both outputs
+    return round((torch.cuda.memory_allocated() - before - delta.nbytes) / 2**20, 1)
+
+
 def measure(name: str, bench: LayerBench) -> Row:
     """Return a row of the benchmark."""
     different = different_without_gradients(bench)
+    saved = saved_mib(bench) if torch.cuda.is_available() else None
     forward, backward = milliseconds(bench, accumulate=False)
     accumulating = milliseconds(bench, accumulate=True)[1]
     flops = bench.flops()
@@ -201,6 +210,7 @@ def measure(name: str, bench: LayerBench) -> Row:
         "backward_accumulating_ms": round(accumulating, 3),
         "teraflops": round(sum(flops.values()) / (forward + backward) / 1e9),
         "bits_different": different,
+        "saved_mib": saved,
         "operations_ms": shares(bench),
     }
 

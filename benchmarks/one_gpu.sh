@@ -40,6 +40,15 @@ case ${1:-} in
 8b-adapters-80gb)
     bench step_8b_adapter_80gb $step --shape qwen3-8b --adapter-rank 32 --prompts 8 --samples 8 \
         --response-length 7936 --leave-free 78.75 ;;
+# What `precision.saved = int8` gains: bytes and milliseconds of a layer, 60 s; then an 8B step with as
+# many tokens per micro-batch as fit in 108 GiB, and in all of an H200, 150 s each.
+saved)
+    bench layer_saved layer --shape qwen3-8b --row bf16 --row int8 --row "int8, saved codes"
+    load="--prompts 8 --samples 8 --prompt-length 512 --response-length 512"
+    for memory in "--leave-free 108" ""; do
+        bench "step_saved${memory:+_108}" step --shape qwen3-8b --plan int8 --plan "int8 saved=int8" \
+            $load $memory
+    done ;;
 # What speculation costs where drafts are seldom right: it must not lose; 150 s.
 wrong-drafts)
     bench speculation_wrong speculation $eight --load 256 --load tail --right 0.1 --right 0.2 ;;
@@ -69,6 +78,9 @@ try)
     short="--prompts 2 --samples 2 --prompt-length 8 --response-length 16"
     size="--tokens-per-micro-batch 48"
     bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
+    bench try-saved step --shape tiny --device cpu --plan int8 --plan "int8 saved=int8" $short
+    bench try-saved-layer layer --shape tiny --device cpu --row int8 --row "int8, saved codes" \
+        --tokens 32 --length 32
     bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1 ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'

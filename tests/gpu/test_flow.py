@@ -76,6 +76,8 @@ def test_plan_options_stay_exact(options: dict[str, Any]) -> None:
         ("unified", {"grad_output": "e5m2", "scales": "pow2"}),
         ("unified", {"grad_output": "bf16"}),
         ("unified", {"wgrad_input": "1x128"}),
+        ("unified", {"saved": "int8"}),
+        ("int8", {"saved": "int8"}),
         ("jet", {}),
         ("mixed", {}),
         ("bf16", {}),
@@ -138,7 +140,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.PackedKeyValues, "attend", attend)
 
 
-OPTIONS = {"grad_output": "bf16", "scales": "pow2", "last_layers_bf16": 1}
+OPTIONS = {"grad_output": "bf16", "scales": "pow2", "last_layers_bf16": 1, "saved": "int8"}
 PLANS = {name: PrecisionPlan.preset(name) for name in ("unified", "jet", "int8", "mixed", "bf16")}
 PLANS |= {name: PLANS["unified"].replace(**{name: value}) for name, value in OPTIONS.items()}
 

@@ -43,11 +43,13 @@ CONFIG = small_config(
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("preset", ["unified", "jet", "bf16", "int8", "integer"])
+@pytest.mark.parametrize("preset", ["unified", "jet", "bf16", "int8", "int8 saved", "integer"])
 @pytest.mark.parametrize("lengths", [[700, 300, 1000], [1000, 1000]], ids=["ragged", "equal"])
 def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
+    name, *words = preset.split()
+    options = dict.fromkeys(words, "int8")
     with selected_backend(defined=preset == "integer"):
-        check_activations(make_policy(CONFIG, preset), lengths, recomputed)
+        check_activations(make_policy(CONFIG, name, **options), lengths, recomputed)
 
 
 def check_activations(policy: Policy, lengths: list[int], recomputed: bool) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from linears import assert_same
+from tests.kernels.bits import different
 
 from jetrl.precision.quantize import QTensor, dithered_bf16, quantize
+from jetrl.precision.saved import saved_codes, saved_values
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +35,16 @@ def test_activations_have_the_bits_of_the_reference(kernels, tokens: int, std: f
         squares = kernels.quantize_squares(x.cuda())
         assert_same(squares, quantize(x, (128, 128)), f"squares {columns}")
         assert squares.codes.mT.is_contiguous()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_saved_codes_have_the_bits_of_the_reference(tokens: int) -> None:
+    for columns in (64, 192, 5120):
+        x = values(tokens, columns + 64, 3.0, torch.bfloat16)[:, :columns]
+        x[-1, 0] = torch.nan
+        found, wanted = saved_codes(x.cuda()), saved_codes(x)
+        assert different(found[:, :columns].cpu(), wanted[:, :columns]) == 0
+        assert different(saved_values(found).cpu(), saved_values(wanted)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

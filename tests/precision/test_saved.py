@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from torch import Tensor
 
 from jetrl import Policy
 from jetrl.errors import UserError
+from jetrl.kernels.attention.reference import attend_packed
 from jetrl.kernels.swiglu import swiglu, swiglu_ref
+from jetrl.models.attention import PackedKeyValues
 from jetrl.models.dense import DenseBlock
+from jetrl.models.layer import Rotary
 from jetrl.models.packed import ForwardInputs
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.gemm import coded_matmul
@@ -43,6 +47,10 @@ def test_values_are_those_of_groups_of_128_codes(width: int) -> None:
     for row, found in zip(x.float().numpy(), saved_values(saved), strict=True):
         groups = [values_of(row[start : start + 128]) for start in range(0, width, 128)]
         assert different(found, torch.from_numpy(np.concatenate(groups)).bfloat16()) == 0
+    x[3, 0] = torch.nan
+    spoiled = saved_values(saved_codes(x))
+    assert spoiled[3, :128].isnan().all()
+    assert different(spoiled[3, 128:], saved_values(saved)[3, 128:]) == 0
 
 
 def test_a_gradient_is_that_at_the_values_of_codes() -> None:
@@ -85,6 +93,33 @@ def test_the_block_reads_gate_and_up_from_codes() -> None:
     _, tokens = quantize_output_gradient(leaf.grad, gate_up.operand("train"), plan)
     expected = coded_matmul(tokens.mT, quantize_for_wgrad(normed, plan).mT).float()
     assert different(gate_up.weight.grad, expected) == 0
+
+
+def test_attention_reads_queries_and_norms_their_inputs_from_codes() -> None:
+    p, ends = policy("int8"), torch.tensor([0, 40, 96])
+    mixer: Any = p.decoder.layer(0).mixer
+    plain = Rotary(
+        torch.arange(96) % 60, p.decoder.rotary_table, (mixer.q_norm, mixer.k_norm), 2, 1
+    )
+    qkv, do = random(96, 512).bfloat16(), random(96, 256, seed=1).bfloat16()
+    leaf = qkv.clone().requires_grad_()
+    rope = replace(plain, saves_codes=True)
+    out = PackedKeyValues(ends, p.plan).attend(0, leaf, rope, last=False)
+    out.backward(do)
+    weights = [norm.weight.grad.clone() for norm in plain.norms]
+    with torch.no_grad():
+        q, k, v = plain.heads(qkv)
+    again = saved_values(saved_codes(q.flatten(1))).view(q.shape)
+    leaves = [x.clone().requires_grad_() for x in (again, k, v)]
+    attend_packed(*leaves, ends, p.plan.kv).backward(do.view(q.shape))
+    before = saved_values(saved_codes(plain.before_norms(qkv)))
+    given = torch.cat([before, v.flatten(1)], 1).requires_grad_()
+    mixer.q_norm.weight.grad = mixer.k_norm.weight.grad = None
+    torch.autograd.backward(plain.heads(given), [x.grad for x in leaves])
+    assert different(leaf.grad, given.grad) == 0
+    assert not any(map(different, weights, [norm.weight.grad for norm in plain.norms]))
+    expected = PackedKeyValues(ends, p.plan).attend(0, qkv, plain, last=False)
+    assert different(out.detach(), expected.detach()) == 0
 
 
 def results(p: Policy, recomputed: bool = False) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def saved_values(saved: Tensor, out: Tensor | None = None) -> Tensor:
 
 def gradient_at(f: Callable[[Tensor], Tensor], x: Tensor, again: Tensor, y: Tensor) -> Tensor:
     """Return y = f(x) with the gradients that f has at `again`, a value of x: the reference."""
-    return _Instead.apply(f(_Instead.apply(x, again)), y)
+    return _Instead.apply(f(_Instead.apply(x, again)), y.detach())
 
 
 def gradient_at_codes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _Instead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
-        return value.detach().view_as(value)
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
