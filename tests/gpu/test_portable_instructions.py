@@ -1,5 +1,7 @@
 """Kernels arranged for other NVIDIA GPUs have the same bits: mma.sync instead of wgmma.
 
+Those of sm_103 multiply INT8 codes by BF16 tensor cores, which this GPU has, too.
+
 Triton arranges data and picks instructions by architecture. TRITON_OVERRIDE_ARCH makes it do so for
 another one, and the kernel still runs on the GPU that is there. This is not a run on that other
 GPU, but of its code up to ptxas.
@@ -21,6 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 HERE = Path(__file__).parent
 ARCHITECTURES = ["sm80", "sm89", "sm120"]
 NOTHING_COLLECTED = 5  # pytest's exit status
+
+
+OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def run(arch: str | None, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -59,8 +64,21 @@ def test_mma_sync_has_the_same_integers(arch: str, by_wgmma: dict[str, Any]) -> 
 def test_kernels_arranged_for_another_gpu_have_the_same_bits(arch: str) -> None:
     """Run the other tests of portable kernels, which compare with the references."""
     tests = sorted(set(HERE.glob("test_portable_*.py")) - {Path(__file__)})
-    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = run(arch, "-m", "pytest", *options, *tests)
+    done = run(arch, "-m", "pytest", *OPTIONS, *tests)
     if done.returncode == NOTHING_COLLECTED or not tests:
         pytest.skip("no other tests of portable kernels")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("arch", [None, "sm80"])
+def test_bf16_tensor_cores_have_the_bits_of_int8(arch: str | None) -> None:
+    """Run tests of attention, head and experts with the products of sm_103, by wgmma and mma.sync.
+
+    They compare with the references. A plugin changes the capability before jetrl is imported.
+    """
+    names = ("forward", "backward", "decode")
+    tests = [HERE / f"test_portable_attention_{name}.py" for name in names]
+    tests += [HERE / "test_portable_gemm.py", HERE / "test_grouped_int8.py"]
+    done = run(arch, "-m", "pytest", "-p", "tests.kernels.by_bf16", *OPTIONS, *tests)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]

@@ -18,7 +18,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,15 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Card:
-    """Limits of a compute capability: bytes of shared memory per program, SMs of one GPU."""
+    """Limits of a compute capability: bytes of shared memory per program, SMs of one GPU.
+
+    `bf16`: INT8 codes are multiplied by BF16 tensor cores, in pieces whose sums are exact.
+    """
 
     name: str
     shared: int
     multiprocessors: int
+    bf16: bool = False
 
 
 # Files whose kernels portable_matrix.py compiles, in place of compile_kernels.py.
@@ -60,10 +64,11 @@ CARDS = {
     89: Card("RTX 4090", 99 * KB, 128),
     90: Card("H100", 227 * KB, 132),
     100: Card("B200", 227 * KB, 148),
-    103: Card("B300", 227 * KB, 148),
+    103: Card("B300", 227 * KB, 148, bf16=True),
     120: Card("RTX 5090", 99 * KB, 170),
 }
 REGISTERS = 255
+TENSOR_MEMORY = 512  # columns; a kernel that needs more is compiled to a trap
 
 # Instructions that PTX may not have, and what they are called in a report.
 FORBIDDEN = {
@@ -81,14 +86,15 @@ EXCEPTIONS = {
     ("rotary_triton._forward_kernel", "rsqrt.approx.ftz.f64"): (
         "a first guess; from any as near, the result is the same (test_inverse_root.py)"
     ),
-    ("portable_int8._product_kernel", "sub.bf16x2"): "widens INT8 codes, exact",
-    ("portable_int8._product_kernel", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"): (
-        "sm_103: products of INT8 codes, with sums below 2**24"
-    ),
-    ("portable_int8._product_kernel", "tcgen05.mma.cta_group::1.kind::f16"): "the same",
     ("norm._rows_kernel", "add.rn.bf16x2"): "one sum, rounded to bfloat16, as defined",
     ("norm._rows_kernel", "fma.rn.bf16x2"): "the same, as 1 * a + b",
 }
+# What products of INT8 codes by BF16 tensor cores have: sums up to 2**24, exact.
+BF16_PRODUCTS = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "tcgen05.mma.cta_group::1.kind::f16",
+)
+WIDENING = "sub.bf16x2"  # of INT8 codes, exact
 
 
 class Spill(NamedTuple):
@@ -123,7 +129,9 @@ def problems_of(name: str, kernel: Any, card: Card) -> list[str]:
     """Return the rules that a compiled kernel breaks on a card."""
     ptx, code = instructions(kernel.asm["ptx"]), kernel.asm["ttgir"]
     allowed = {instruction for kernel_name, instruction in EXCEPTIONS if kernel_name == name}
-    used = [one for one in ptx if one not in allowed or one in tensor_cores(ptx)]
+    if card.bf16:
+        allowed.add(WIDENING)
+    used = tensor_cores(ptx)
     ptx = collections.Counter({one: count for one, count in ptx.items() if one not in allowed})
     found = [f"{what}: {one}" for one, what in forbidden(ptx)]
     found += [f"function of a library: {one}" for one in sorted(set(LIBRARY.findall(code)))]
@@ -136,7 +144,9 @@ def problems_of(name: str, kernel: Any, card: Card) -> list[str]:
     terms = [count for count in sums_of_floats(code) if count != 2]
     if terms:
         found.append(f"sums of {terms} floats in the order of a layout")
-    found += problems_of_products("tt.dot" in code or "dot_op" in code, used, allowed)
+    # Triton's first code has a product even if a later one is a trap.
+    dots = "tt.dot" in kernel.asm.get("ttir", "") or "dot_op" in code
+    found += problems_of_products(dots, used, card.bf16)
     return found + problems_of_resources(name, kernel, card)
 
 
@@ -163,13 +173,12 @@ def sums_of_floats(code: str) -> Iterator[int]:
             yield int(shape[1].split("x")[int(axis[1])])
 
 
-def problems_of_products(
-    dots: bool, names: Iterable[str], allowed: Collection[str] = ()
-) -> list[str]:
-    """Return what is wrong with products: each is of INT8 codes, and by tensor cores."""
+def problems_of_products(dots: bool, names: Iterable[str], bf16: bool = False) -> list[str]:
+    """Return what is wrong with products: each is by tensor cores, of INT8 or all of BF16."""
     used = sorted(tensor_cores(names))
+    right = BF16_PRODUCTS.__contains__ if bf16 else is_int8
     found = [
-        f"not a product of INT8: {one}" for one in used if not is_int8(one) and one not in allowed
+        f"not a product of {'BF16' if bf16 else 'INT8'}: {one}" for one in used if not right(one)
     ]
     if dots and not used:
         found.append("products without tensor cores")
@@ -192,6 +201,8 @@ def problems_of_resources(name: str, kernel: Any, card: Card) -> list[str]:
         found.append(f"{registers} registers")
     if kernel.metadata.shared > card.shared:
         found.append(f"{kernel.metadata.shared} bytes of shared memory, of {card.shared}")
+    if getattr(kernel.metadata, "tmem_size", 0) > TENSOR_MEMORY:
+        found.append(f"{kernel.metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}")
     allowed = SPILLS.get(name, NO_SPILL)
     in_loops = spills_in_loops(machine_code(kernel.asm["cubin"])) if stack else 0
     if stack > allowed.size or in_loops > allowed.in_loops:

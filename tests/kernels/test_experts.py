@@ -33,8 +33,8 @@ def test_tables_have_every_class() -> None:
     grouped = pytest.importorskip("jetrl.precision.triton.grouped_int8")
     sizes = [(1, 128), (64, 128), (2048, 128), (4096, 128), (16384, 128), (20481, 128)]
     assert [grouped.tile_class(*each) for each in sizes] == [8, 8, 20, 40, 160, 0]
-    assert [set(table) for table in grouped.TILES.values()] == [{0, 160, 40, 20, 8}] * 2
-    assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small"}
+    assert [set(table) for table in grouped.TILES.values()] == [{0, 160, 40, 20, 8}] * 3
+    assert set(grouped.TILES) == set(grouped.WGRAD) == {"large", "small", "pieces"}
     assert all(128 % tile.depth == 0 for tile in grouped.WGRAD.values())
 
 

@@ -13,6 +13,13 @@ def test_products_have_the_bits_of_their_references() -> None:
     assert {case: n for case, n in compared.items() if n} == {}
 
 
+def test_bf16_tensor_cores_have_the_bits_of_int8() -> None:
+    compared = interpreted("interpreted_pieces.py")
+    kinds = {case.split()[0] for case in compared}
+    assert {"sums", "forward", "backward", "decode", "fprop", "dgrad", "wgrad", "one"} <= kinds
+    assert {case: n for case, n in compared.items() if n} == {}
+
+
 def test_tables_have_every_size() -> None:
     portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
     planes = pytest.importorskip("jetrl.precision.triton.int8_planes")
@@ -34,13 +41,13 @@ def test_only_gpus_with_few_int8_units_multiply_in_bf16(
 ) -> None:
     portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    for cached in (portable.tiles_of, portable.memory_class):
+    for cached in (portable.table_of, portable.memory_class):
         cached.cache_clear()
-    tiles = portable.tiles_of(torch.device("cuda"))
-    for cached in (portable.tiles_of, portable.memory_class):
+    found = portable.table_of(torch.device("cuda"))
+    for cached in (portable.table_of, portable.memory_class):
         cached.cache_clear()
-    assert tiles is portable.TILES[table]
-    assert {tile.bf16 for tile in tiles.values()} == {table == "pieces"}
+    assert found == table
+    assert {tile.bf16 for tile in portable.TILES[table].values()} == {table == "pieces"}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def compiled_by(program: str, folder: Path, capability: str, *words: str) -> lis
     return kernels
 
 
-@pytest.mark.parametrize("capability", CARDS if ALL_CARDS else (80, 90, 120))
+@pytest.mark.parametrize("capability", CARDS if ALL_CARDS else (80, 90, 103, 120))
 def test_kernels_compile_and_keep_the_rules(capability: int, tmp_path: Path) -> None:
     kernels = compiled_by("portable_matrix.py", tmp_path, str(capability))
     broken = {f"{one['case']} {one['kernel']}": one["problems"] for one in kernels}
@@ -144,6 +144,9 @@ def test_products_are_of_int8_by_tensor_cores() -> None:
     assert problems_of_products(True, ["mad.lo.s32"]) != []
     bf16 = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     assert problems_of_products(True, [int8, bf16]) != []
+    assert problems_of_products(True, [bf16], bf16=True) == []
+    assert problems_of_products(True, [int8, bf16], bf16=True) != []
+    assert problems_of_products(True, [], bf16=True) != []
 
 
 def test_sums_of_floats_are_found_among_others() -> None:

@@ -35,6 +35,7 @@ from jetrl.kernels.portable.attention_copies import (
     multiplier_and_scale,
 )
 from jetrl.kernels.portable.attention_core import exponentials, in_slots
+from jetrl.precision.triton.portable_int8 import BY_BF16, int8_dot
 
 _SUMS_ROWS = 16  # keys per program of _sums_kernel
 
@@ -66,7 +67,8 @@ _EXACT = {"enable_fp_fusion": False}
 # Tiles of dQ, dK and dV by compute capability.
 _HOPPER = (_Tile(128, 8, 3), _Tile(128, 8, 3), _Tile(64, 4, 3))
 _OTHERS = (_Tile(128, 8, 1), _Tile(128, 8, 2), _Tile(128, 8, 2))
-_TILES = {90: _HOPPER}
+_PIECES = (_Tile(64, 8, 1), _Tile(64, 8, 2), _Tile(64, 8, 2))
+_TILES = {90: _HOPPER, 103: _PIECES}
 
 _KEYS = tl.constexpr(BACKWARD_KEYS)
 _QUERIES = tl.constexpr(BACKWARD_QUERIES)
@@ -108,13 +110,13 @@ def _scaled_ds(
     k = tl.load(at)
     at += places * D
     v = tl.load(at)
-    scores = tl.dot(q, k, out_dtype=tl.int32)
+    scores = int8_dot(q, k)
     y = scores.to(tl.float32) * k_scale
     e = exponentials(y, a, n)
     w = e * g[:, None]
-    t = tl.dot(do_high, v, out_dtype=tl.int32)
+    t = int8_dot(do_high, v)
     t = t << 8
-    t = tl.dot(do_low, v, t, out_dtype=tl.int32)
+    t = int8_dot(do_low, v, t)
     t = t.to(tl.float32)
     z = tl.fma(t, v_scale, -delta[:, None])
     ds = w * z
@@ -146,13 +148,19 @@ def _dq_step(
     k = tl.load(at)
     at += N
     next_k = tl.load(at)
-    total = tl.dot(high, k, out_dtype=tl.int32)
-    total = tl.dot(next_high, next_k, total, out_dtype=tl.int32)
+    total = int8_dot(high, k)
+    total = int8_dot(next_high, next_k, total)
     total = total << 8
-    total = tl.dot(low, k, total, out_dtype=tl.int32)
-    total = tl.dot(next_low, next_k, total, out_dtype=tl.int32)
+    total = int8_dot(low, k, total)
+    total = int8_dot(next_low, next_k, total)
     total = total.to(tl.float32)
     return tl.fma(total, scale[:, None], dq)
+
+
+@triton.jit
+def _key_place(i, num_stem, stem, run):
+    """Return the place of key i of those that a block of queries sees."""
+    return tl.multiple_of(tl.where(i < num_stem, stem + i, run + i - num_stem), _KEYS)
 
 
 @triton.jit
@@ -214,10 +222,16 @@ def _dq_kernel(
     for masked in tl.static_range(2):
         start = before * masked
         stop = before + _KEYS * masked
-        for i in range(start, stop, _KEYS):
-            key = tl.where(i < num_stem, stem + i, run + i - num_stem)
-            key = tl.multiple_of(key, _KEYS)
-            dq = _dq_step(dq, own, keys_ptr, scales_ptr, places, key, D, masked)
+        if BY_BF16:  # Triton would keep the products of all of a `for` in tensor memory at once
+            i = start
+            while i < stop:
+                key = _key_place(i, num_stem, stem, run)
+                dq = _dq_step(dq, own, keys_ptr, scales_ptr, places, key, D, masked)
+                i += _KEYS
+        else:
+            for i in range(start, stop, _KEYS):
+                key = _key_place(i, num_stem, stem, run)
+                dq = _dq_step(dq, own, keys_ptr, scales_ptr, places, key, D, masked)
     row += tl.arange(0, M)
     line = row.to(tl.int64) * H
     line += head
@@ -264,9 +278,9 @@ def _dk_products(
     delta = tl.load(floats_ptr)
     floats_ptr += places
     q_scale = tl.load(floats_ptr)
-    t = tl.dot(v, do_high, out_dtype=tl.int32)
+    t = int8_dot(v, do_high)
     t = t << 8
-    t = tl.dot(v, do_low, t, out_dtype=tl.int32)
+    t = int8_dot(v, do_low, t)
     t = t.to(tl.float32)
     z = tl.fma(t, v_scale[:, None], -delta[None, :])
     ds = w * z
@@ -275,9 +289,9 @@ def _dk_products(
     high, low, scale = _planes_of_rows(x)
     codes_ptr += 3 * size
     q = tl.load(_down(codes_ptr, query, places, _QUERIES, D))
-    total = tl.dot(high, q, out_dtype=tl.int32)
+    total = int8_dot(high, q)
     total = total << 8
-    total = tl.dot(low, q, total, out_dtype=tl.int32)
+    total = int8_dot(low, q, total)
     return total, scale
 
 
@@ -295,10 +309,10 @@ def _dv_products(
     do_high = tl.load(at)
     at += size
     do_low = tl.load(at)
-    total = tl.dot(high, do_high, out_dtype=tl.int32)
+    total = int8_dot(high, do_high)
     total = total << 8
-    total = tl.dot(high, do_low, total, out_dtype=tl.int32)
-    total = tl.dot(low, do_high, total, out_dtype=tl.int32)
+    total = int8_dot(high, do_low, total)
+    total = int8_dot(low, do_high, total)
     return total, scale * 256.0
 
 
@@ -317,7 +331,7 @@ def _key_step(
     n = tl.load(at)
     at += places
     g = tl.load(at)
-    scores = tl.dot(k, q, out_dtype=tl.int32)
+    scores = int8_dot(k, q)
     y = scores.to(tl.float32) * k_scale[:, None]
     e = exponentials(y, a[None, :], n[None, :])
     w = e * g[None, :]

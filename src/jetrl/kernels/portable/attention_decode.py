@@ -42,11 +42,13 @@ from jetrl.kernels.portable.attention_core import (
     score_factor,
     weight_bits,
 )
+from jetrl.precision.triton.portable_int8 import BY_BF16, int8_dot
 
 # Launch options of `_decode_kernel`. Three stages keep two blocks of pages in shared memory: at
 # most 97 KB with all else.
 _WARPS = 4
 _FEW_WARPS = 2  # heads of 64 and up to 16 columns, whose products are too small for four
+_WARPS_BF16 = 8  # of products by BF16 tensor cores; four spill
 _STAGES = 3
 _MAX_COLUMNS = 32
 _SPLITS_AT_ONCE = 8  # loads in flight of a program that folds splits
@@ -91,9 +93,9 @@ def _by_key(x):
 @triton.jit
 def _products(v, high, low):
     """Return O, int32 [columns, channels], of codes v [channels, keys] and planes of d."""
-    o = tl.dot(v, high, out_dtype=tl.int32)
+    o = int8_dot(v, high)
     o *= 256
-    o += tl.dot(v, low, out_dtype=tl.int32)
+    o += int8_dot(v, low)
     return tl.trans(o)
 
 
@@ -107,7 +109,7 @@ def _attend_block(q, a, k, k_scales, v, v_scales, seen):
         v: int16 [D / 2, keys], a pair of codes each, and its float32 scales [rows].
         seen: int1 [columns, rows] if SEVERAL, else [1, rows].
     """
-    s = tl.trans(tl.dot(k, q, out_dtype=tl.int32))
+    s = tl.trans(int8_dot(k, q))
     y = s.to(tl.float32) * k_scales[None, :]
     y = tl.where(seen, y, float("-inf"))
     n = ceiling(tl.max(y, 1) * a)
@@ -367,6 +369,8 @@ def attend_decode(
     warps = _WARPS
     if head_dim == 64 and columns <= 16:
         warps = _FEW_WARPS
+    elif BY_BF16.value:
+        warps = _WARPS_BF16
     v = pages.v.view(torch.int16)
     out = torch.empty_like(q)
     tiles = triton.cdiv(width, tile)

@@ -44,6 +44,7 @@ from jetrl.kernels.portable.attention_core import (
     score_factor,
     weight_bits,
 )
+from jetrl.precision.triton.portable_int8 import int8_dot
 
 # The planes of four neighbors. It saves a thread 97 of about 1,670 instructions per block of keys
 # (D = 128, SASS of sm_90, Triton 3.7, 2026-11-29).
@@ -185,7 +186,7 @@ def _products(q, k_ptr, block, D: tl.constexpr, KEYS: tl.constexpr, STAGED: tl.c
     d = tl.arange(0, D)
     k_ptr += block * (STAGED * D)
     k = tl.load(k_ptr + key[None, :] * D + d[:, None])
-    return tl.dot(q, k, out_dtype=tl.int32)
+    return int8_dot(q, k)
 
 
 @triton.jit
@@ -264,12 +265,12 @@ def _add_values(
         # One product, so one wait: Triton waits for each product of INT8 by wgmma.
         both = tl.permute(tl.join(hi, lo), (2, 0, 1))
         both = tl.reshape(both, (2 * hi.shape[0], KEYS))
-        sums = tl.reshape(tl.dot(both, v, out_dtype=tl.int32), (2, hi.shape[0], C))
+        sums = tl.reshape(int8_dot(both, v), (2, hi.shape[0], C))
         high, low = tl.split(tl.permute(sums, (1, 2, 0)))
         total = (high * 256 + low).to(tl.float32)
     else:
-        products = tl.dot(hi, v, out_dtype=tl.int32) * 256
-        total = tl.dot(lo, v, products, out_dtype=tl.int32).to(tl.float32)
+        products = int8_dot(hi, v) * 256
+        total = int8_dot(lo, v, products).to(tl.float32)
     if CUT:
         A = (A * z[:, None]) + ((total * r[:, None]) * z_block[:, None])
     elif (r >= _SMALLEST_EXACT) & (r <= _LARGEST_EXACT):
@@ -477,7 +478,7 @@ class Config:
     """Sizes that change no bits.
 
     Attributes:
-        rows: queries per program, 16 per warp, so that a thread loads what it stored.
+        rows: queries per program, 16 per warp; or 8, if products are of BF16.
         channels: maximum per product with values.
         stacked: whether both planes of the weights are one product with values.
     """
@@ -493,7 +494,9 @@ class Config:
 _DEFAULT = Config()
 # Two programs per SM: the fastest that was timed on an H200 (docs/kernels.md).
 _HOPPER = Config(stages=3, stacked=True)
-_BY_CAPABILITY = {(9, 0): _HOPPER}
+# Four warps spill: 720 bytes (D = 128, sm_103, Triton 3.7, 2026-11-30).
+_PIECES = Config(warps=8, stages=1)
+_BY_CAPABILITY = {(9, 0): _HOPPER, (10, 3): _PIECES}
 
 
 def config_of(device: torch.device) -> Config:
@@ -514,7 +517,7 @@ def attend_staged(
     assert (heads % groups, head_dim) == (0, staged.k.shape[-1]), f"{heads} heads of {head_dim}"
     assert head_dim in (64, 128), f"heads of {head_dim}"
     config = config or config_of(q.device)
-    assert config.rows == 16 * config.warps, f"{config.rows} rows for {config.warps} warps"
+    assert config.rows in (8 * config.warps, 16 * config.warps), f"{config}"
     parts = triton.cdiv(TILE_ROWS, config.rows)
     programs = heads * parts * len(tiles.tiles)
     out = torch.empty_like(q)

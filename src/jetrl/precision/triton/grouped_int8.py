@@ -32,10 +32,11 @@ from jetrl.precision.triton.layout import cdiv
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
     Tile,
+    int8_dot,
     load_scales,
-    memory_class,
     place,
     pointers,
+    table_of,
     within,
 )
 from jetrl.precision.triton.quantize import FLOOR_BITS, abs_bits, scale_and_multiplier
@@ -56,8 +57,13 @@ _SMALL = {
     20: Tile(32, 32, 256, 4, 4),
     8: Tile(16, 32, 256, 4, 4),
 }
-TILES = {"large": _LARGE, "small": _SMALL}
-WGRAD = {"large": Tile(128, 128, 128, 8, 3, registers=128), "small": Tile(128, 256, 64, 8, 4)}
+_PIECES = {**_SMALL, 0: Tile(128, 128, 64, 8, 4)}
+TILES = {"large": _LARGE, "small": _SMALL, "pieces": _PIECES}
+WGRAD = {
+    "large": Tile(128, 128, 128, 8, 3, registers=128),
+    "small": Tile(128, 256, 64, 8, 4),
+    "pieces": _PIECES[0],
+}
 SIDE = 8  # rows of tiles that share columns in L2
 _ALONG = tl.constexpr(128)  # rows of a group are padded to a multiple
 _FEATURES = 128  # per program that quantizes 64 rows along tokens
@@ -233,7 +239,7 @@ def _product_kernel(
     for k in range(0, K, DEPTH):
         x = _load_codes(a, K - k, EVEN)
         w = _load_codes(b, K - k, EVEN)
-        sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
+        sums = int8_dot(x, w.T, sums)
         a += DEPTH
         b += DEPTH
     s = tl.load(x_scales_ptr + sources)
@@ -399,7 +405,7 @@ def _wgrad_kernel(
     b = pointers(x_ptr, tl.minimum(columns, K - 1), along, width)
     sums = tl.zeros((ROWS, COLUMNS), tl.int32)
     for _ in range(0, count * _ALONG, DEPTH):
-        sums = tl.dot(tl.load(a), tl.load(b).T, sums, out_dtype=tl.int32)
+        sums = int8_dot(tl.load(a), tl.load(b).T, sums)
         a += DEPTH
         b += DEPTH
     lines = expert.to(tl.int64) * N + rows
@@ -434,7 +440,7 @@ def int8_grouped_matmul(
     x is [T, K] if `by_token`, else [R, K]. A row has the bits of `precision.int8.int8_matmul`.
     """
     rows, experts = len(groups.tokens), groups.num_experts
-    tile = TILES[memory_class(x.codes.device)][tile_class(rows, experts)]
+    tile = TILES[table_of(x.codes.device)][tile_class(rows, experts)]
     return product(x, w, groups, by_token, out_dtype, tile)
 
 
@@ -531,7 +537,7 @@ def add_wgrad_product(
 ) -> None:
     """`add_int8_grouped_wgrad` of dY [N, P] and X [K, P] in codes; `tile` changes no bits."""
     (rows, width), columns, experts = dy.codes.shape, x.codes.shape[0], groups.num_experts
-    tile = tile or WGRAD[memory_class(dy.codes.device)]
+    tile = tile or WGRAD[table_of(dy.codes.device)]
     assert width == x.codes.shape[1], f"codes of {width} and {x.codes.shape[1]} rows"
     assert _ALONG.value % tile.depth == 0, f"{tile}"
     check_total(total, begun, (experts * rows, columns))

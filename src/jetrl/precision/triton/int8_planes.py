@@ -27,6 +27,7 @@ from jetrl.precision.triton.layout import cdiv, round_up
 from jetrl.precision.triton.portable_int8 import (
     OPTIONS,
     Tile,
+    int8_dot,
     load_codes,
     load_scales,
     memory_class,
@@ -134,9 +135,9 @@ def _sums_of_products(
         low = load_codes(a_low, rows < R, K - k, EVEN)
         other_high = load_codes(b_high, columns < C, K - k, EVEN)
         other_low = load_codes(b_low, columns < C, K - k, EVEN)
-        highs = tl.dot(high, other_high.T, highs, out_dtype=tl.int32)
-        middle = tl.dot(high, other_low.T, middle, out_dtype=tl.int32)
-        middle = tl.dot(low, other_high.T, middle, out_dtype=tl.int32)
+        highs = int8_dot(high, other_high.T, highs)
+        middle = int8_dot(high, other_low.T, middle)
+        middle = int8_dot(low, other_high.T, middle)
         a_high += DEPTH
         a_low += DEPTH
         b_high += DEPTH
@@ -270,7 +271,7 @@ def _dgrad_kernel(
         for _k in range(0, BLOCK, DEPTH):
             x = load_codes(a, both_rows < R, 0, True)
             w = load_codes(b, columns < D, 0, True)
-            sums = tl.dot(x, w.T, sums, out_dtype=tl.int32)
+            sums = int8_dot(x, w.T, sums)
             a += DEPTH
             b += DEPTH
         highs, lows = _sums_of_planes(sums)

@@ -8,8 +8,8 @@ bits.
 Operands are rows of codes with K contiguous, a multiple of 64. Rows and columns are masked.
 
 GPUs with few INT8 units (`sm_103`) multiply by BF16 tensor cores, with the same sums: codes are
-exact in BF16, and so is the float32 sum of 1,024 products of at most 127**2, below 2**24. Such
-pieces are added as int32.
+exact in BF16, and so is the float32 sum of 1,024 products of at most 128**2, up to 2**24. Such
+pieces are added as int32. `int8_dot` is such a product of two tiles, for other kernels.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -78,6 +78,11 @@ _BF16 = {
     32: Tile(32, 32, 128, 4, 4, bf16=True),
     16: Tile(16, 32, 128, 4, 4, bf16=True),
 }
+_FEW_INT8_UNITS = (10, 3)  # a compute capability
+# Whether `int8_dot` is compiled for one; a process has GPUs of one kind.
+BY_BF16 = tl.constexpr(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() == _FEW_INT8_UNITS
+)
 TILES = {"large": _LARGE, "small": _SMALL, "pieces": _BF16}
 _EXACT_K = tl.constexpr(1024)  # values whose sums of products are exact in float32
 _ROWS = (16, 32, 64, 128, FEW_ROWS)
@@ -96,11 +101,11 @@ def memory_class(device: torch.device) -> str:
 
 
 @functools.cache
-def tiles_of(device: torch.device) -> dict[int, Tile]:
-    """Return the tiles of `int8_matmul` on a GPU."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (10, 3):
-        return TILES["pieces"]
-    return TILES[memory_class(device)]
+def table_of(device: torch.device) -> str:
+    """Return the tiles of INT8 products on a GPU: `pieces`, or those of its `memory_class`."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == _FEW_INT8_UNITS:
+        return "pieces"
+    return memory_class(device)
 
 
 @functools.cache
@@ -120,6 +125,19 @@ def parts_of(tile: Tile, rows: int, columns: int, k: int, processors: int) -> in
     """Return the number of parts of K, so that few tiles keep all SMs busy."""
     programs = cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
     return max(1, min(_PROGRAMS * processors // programs, k // _LEAST_K))
+
+
+@triton.jit
+def int8_dot(a, b, total=None):
+    """Return total + a @ b, int32, of INT8 tiles with at most 1,024 values along the sum."""
+    tl.static_assert(a.shape[1] <= _EXACT_K)
+    if BY_BF16:
+        products = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16)).to(tl.int32)
+        if total is not None:
+            products += total
+        return products
+    else:
+        return tl.dot(a, b, total, out_dtype=tl.int32)
 
 
 @triton.jit
@@ -234,7 +252,7 @@ def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16)
     """`precision.int8.int8_matmul`, for any number of rows; CUDA graphs can capture it."""
     rows = a.shape[0]
     device = a.codes.device
-    tile = tiles_of(device)[rows_class(rows)]
+    tile = TILES[table_of(device)][rows_class(rows)]
     if rows > FEW_ROWS:
         return product(a, b, out_dtype, tile, parts=1)
     parts = parts_of(tile, max(rows, 1), b.shape[0], b.shape[1], _processors(device))
