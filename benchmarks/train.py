@@ -140,9 +140,9 @@ def distillation_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float
     hidden_ready: list[Any] = []  # the end of the KL's backward, which comes first
     vocabulary_kl = distillation.Distillation._vocabulary_kl
 
-    def watched_kl(self: Any, student: Policy, hidden: torch.Tensor, teachers: Any) -> Any:
+    def watched_kl(self: Any, student: Policy, hidden: torch.Tensor, *others: Any) -> Any:
         hidden.register_hook(lambda _: hidden_ready.append(mark()))
-        return vocabulary_kl(self, student, hidden, teachers)
+        return vocabulary_kl(self, student, hidden, *others)
 
     functions = [
         (distillation, "hidden_states", "teacher forward", False),

@@ -106,7 +106,9 @@ class Bigram:
         stems: None = None,
         seen: None = None,
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008
+        differentiable: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert differentiable
         self.calls.append(
             ("grad" if torch.is_grad_enabled() else "no_grad", activation_checkpointing)
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetrl import load_config
 from jetrl.errors import UserError
+from jetrl.kernels import reverse_kl as reverse_kl_module
 from jetrl.kernels.reverse_kl import reverse_kl
 from jetrl.models.packed import pack as packed_tensors
 from jetrl.models.policy import Policy
@@ -160,6 +161,32 @@ def test_chunks_change_nothing_and_hold_no_more_logits(
     for name, value in whole[0].items():
         # Another order of sums over up to 48 tokens, in the head's gradient.
         assert torch.allclose(value, chunked[0][name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("given", [{}, {"reward": 1.0}])
+def test_a_gpu_keeps_the_gradient_of_the_logits(
+    given: Any, sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless drawn tokens have a gradient too; here on a CPU, which is told that it is a GPU."""
+    student, teacher = (make_policy("int8", seed=s) for s in (0, 1))
+    samples = draw(student, sample, seed=0)
+    expected, metrics = gradients_of_step(trainer_of(student, teacher, **given), samples)
+    calls: list[Tensor] = []
+
+    def seen(logits: Tensor, other: Tensor, temperature: float) -> Tensor:
+        calls.append(logits)
+        return reverse_kl(logits, other, temperature)
+
+    monkeypatch.setattr(distillation, "reverse_kl", seen)
+    for module in (distillation, reverse_kl_module):
+        monkeypatch.setattr(module, "has_defined_bits", lambda x: False)
+    student = make_policy("int8", seed=0)
+    found, again = gradients_of_step(trainer_of(student, teacher, **given), samples)
+    assert [logits.requires_grad for logits in calls] == [True] * (2 if given else 1)
+    assert again["teacher/kl"] == pytest.approx(metrics["teacher/kl"], rel=1e-5)
+    for name, value in expected[0].items():
+        # Two roundings to BF16 of each logit's gradient, 2^-9 relative, in sums with both signs.
+        assert (found[0][name] - value).abs().max() < 2**-6 * value.abs().max(), name
 
 
 def test_the_teacher_is_frozen_and_pulls_the_student(sample: Any) -> None:

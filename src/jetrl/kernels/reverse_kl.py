@@ -5,8 +5,8 @@
     dKL / dz = p * ((log p - log q) - KL) / T                    the teacher has no gradient
 
 Float32. On a CPU exp, log and the sums over V are those of `precision.exact`, so a row's bits
-depend on that row only; on a GPU they are torch's. A teacher may have more logits than the student,
-for tokens that nobody draws: log q counts them, the KL does not.
+depend on that row only; on a GPU they are torch's, and dKL / dz is kept in BF16. A teacher may have
+more logits than the student, for tokens that nobody draws: log q counts them, the KL does not.
 
 It takes seven float32 values per logit at once (`COPIES`), so callers pass it chunks of rows.
 """
@@ -46,7 +46,11 @@ def reverse_kl_ref(student: Tensor, teacher: Tensor, temperature: float) -> tupl
     gap = logp - _log_softmax(teacher, temperature)[:, : student.shape[1]]
     p = _exp(logp)
     kl = _row_sum(p * gap)
-    return kl, p * (gap - kl[:, None]) / temperature
+    if has_defined_bits(student):
+        return kl, p * (gap - kl[:, None]) / temperature
+    # Few passes over V, which take the time. The head's products read BF16.
+    gradient = gap.sub_(kl[:, None]).mul_(p)
+    return kl, (gradient if temperature == 1.0 else gradient.div_(temperature)).bfloat16()
 
 
 class _ReverseKL(torch.autograd.Function):
@@ -64,7 +68,7 @@ class _ReverseKL(torch.autograd.Function):
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     if not has_defined_bits(logits):
-        return torch.log_softmax(logits / temperature, -1)
+        return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
     per_row = logits.new_full((len(logits), 1), temperature)
     shifted, _, lse = log_softmax_parts(logits, per_row)
     return shifted - lse

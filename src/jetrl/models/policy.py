@@ -74,6 +74,7 @@ class Policy(Model):
         stems: Stems | None = None,
         seen: Sequence[Callable[[Tensor], None]] = (),
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
+        differentiable: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
@@ -90,6 +91,7 @@ class Policy(Model):
                 differentiable.
             token_filter: Of the distribution that results refer to, renormalized; a target that it
                 excludes is kept.
+            differentiable: Whether log-probs are; hidden states are in any case.
 
         Returns:
             The log-prob of each target given the tokens before it, float32 [R], differentiable, and
@@ -106,9 +108,11 @@ class Policy(Model):
         )
         for observe in seen:
             observe(before)
-        return self._head_logprobs(
-            before, inputs.token_ids[targets], temperature, token_filter, activation_checkpointing
-        )
+        chosen = inputs.token_ids[targets]
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+            return self._head_logprobs(
+                before, chosen, temperature, token_filter, activation_checkpointing
+            )
 
     def _head_logprobs(
         self,

@@ -13,7 +13,9 @@ credited for later ones. Both estimates have that gradient:
                  sampler's log p. Its expected gradient is that of the KL
 
 The teacher is frozen and forwards the packed micro-batch of the student. Its hidden states, not its
-logits, cover all tokens; logits of both exist for a chunk of rows, in forward and in backward.
+logits, cover all tokens; logits of both exist for a chunk of rows. On a GPU, forward keeps the
+gradient of the student's logits in BF16, in place of that of the drawn tokens' log-probs. On a CPU,
+or if layers are recomputed or drawn tokens have a gradient too, backward makes the logits again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.reverse_kl import MOST_LOGITS, reverse_kl
 from jetrl.models.policy import Policy
-from jetrl.precision.backend import backend_of
+from jetrl.precision.backend import backend_of, has_defined_bits
 from jetrl.settings.model_sections import TeacherSettings
 from jetrl.training import loss_math
 from jetrl.training.micro_batches import MicroBatchLoss, batch_logprobs, hidden_states
@@ -43,13 +45,11 @@ class Distilled:
         advantages: float32 [N], for the algorithm's loss.
         kl: Reverse KL, nats, float32 [N]: of the vocabulary, differentiable, or of the drawn token.
         weight: Factor of a differentiable KL in the loss; 0 if it is in the advantages.
-        uses_draws: Whether the log-probs of drawn tokens have a gradient.
     """
 
     advantages: Tensor
     kl: Tensor
     weight: float
-    uses_draws: bool
 
     def added_to(self, loss: MicroBatchLoss, token_weights: Tensor, share: float) -> MicroBatchLoss:
         """Return the algorithm's loss with the KL, given each token's weight in the update.
@@ -76,6 +76,11 @@ class Distillation:
     temperature: float
     prompts: Mapping[tuple[int, ...], PromptInputs]
 
+    @property
+    def uses_draws(self) -> bool:
+        """True if the log-probs of drawn tokens have a gradient."""
+        return self.settings.kl == "token" or self.settings.reward > 0
+
     def __call__(
         self,
         student: Policy,
@@ -83,6 +88,7 @@ class Distillation:
         hidden: Tensor,
         advantages: Tensor,
         rollout_logprobs: Tensor,
+        recompute: bool = True,
     ) -> Distilled:
         """Return the teacher's part in the loss of the N trained tokens of a batch.
 
@@ -90,19 +96,23 @@ class Distillation:
             hidden: The student's hidden states [N, D] before each token, differentiable.
             advantages: float32 [N], by the rewards.
             rollout_logprobs: The sampler's, float32 [N].
+            recompute: Whether backward computes logits again; a CPU always does.
         """
         # The teacher may read another prompt before the same completion.
         own, asked = self.settings, with_prompts(batch, self.prompts) if self.prompts else batch
         advantages = own.reward * advantages
         # A KL of the vocabulary is a loss of its own; one of drawn tokens is an advantage.
         if own.kl == "vocabulary":
-            kl = self._vocabulary_kl(student, hidden, hidden_states(self.teacher, asked, "train"))
-            return Distilled(advantages, kl, own.weight, uses_draws=own.reward > 0)
+            teachers = hidden_states(self.teacher, asked, "train")
+            kl = self._vocabulary_kl(student, hidden, teachers, recompute)
+            return Distilled(advantages, kl, own.weight)
         with torch.no_grad():
             kl = rollout_logprobs - batch_logprobs(self.teacher, asked, self.temperature)[0]
-        return Distilled(advantages - own.weight * kl, kl, 0.0, uses_draws=True)
+        return Distilled(advantages - own.weight * kl, kl, 0.0)
 
-    def _vocabulary_kl(self, student: Policy, hidden: Tensor, teachers: Tensor) -> Tensor:
+    def _vocabulary_kl(
+        self, student: Policy, hidden: Tensor, teachers: Tensor, recompute: bool
+    ) -> Tensor:
         """Return the KL over the vocabulary, float32 [N], a chunk of rows at a time."""
 
         def chunk_kl(rows: Tensor, teacher_rows: Tensor) -> Tensor:
@@ -112,6 +122,8 @@ class Distillation:
 
         most = min(backend_of(hidden).logits_at_once, MOST_LOGITS)
         size = max(1, most // self.teacher.config.vocab_size)
-        # Backward computes the logits of a chunk again, so that no two chunks are held.
         chunks = zip(hidden.split(size), teachers.split(size), strict=True)
+        if not (recompute or has_defined_bits(hidden)):
+            return torch.cat([chunk_kl(x, y) for x, y in chunks])
+        # Backward computes the logits of a chunk again, so that no two chunks are held.
         return torch.cat([checkpoint(chunk_kl, x, y, use_reentrant=False) for x, y in chunks])

@@ -212,11 +212,12 @@ def batch_logprobs(
     activation_checkpointing: bool = False,
     seen: Sequence[Callable[[Tensor], None]] = (),
     token_filter: TokenFilter = TokenFilter(),  # noqa: B008  (frozen)
+    differentiable: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
     Each of `seen` is called with the hidden states [N, D] from which the tokens were sampled,
-    differentiable.
+    differentiable; log-probs are if `differentiable`.
     """
     ids, size = batch.token_ids, policy.config.vocab_size
     if not 0 <= ids.min() <= ids.max() < size:  # an out-of-range id would crash a GPU process
@@ -230,6 +231,7 @@ def batch_logprobs(
         stems=Stems.of(batch),
         seen=seen,
         token_filter=token_filter,
+        differentiable=differentiable,
     )
 
 

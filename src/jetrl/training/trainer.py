@@ -206,9 +206,12 @@ class Trainer:
         def sampled_again() -> None:
             hidden_states(self.policy, batch, "rollout")
 
+        # Without a gradient of drawn tokens, backward leaves their logits out.
+        teacher, recompute = self.distillation, self.settings.train.activation_checkpointing
+        drawn = teacher is None or teacher.uses_draws or self.settings.algorithm.kl > 0
         hidden: list[Tensor] = []
         observers = [*filter(None, (extra.observer(batch) for extra in self.extras))]
-        if self.distillation is not None:
+        if teacher is not None:
             observers.append(hidden.append)
         within = self.policy.plan.training_forward(decoder, sampled_again)
         with within, observed_routes(decoder) as routes:
@@ -216,9 +219,10 @@ class Trainer:
                 self.policy,
                 batch,
                 self._temperature,
-                activation_checkpointing=self.settings.train.activation_checkpointing,
+                activation_checkpointing=recompute,
                 seen=observers,
                 token_filter=trained_filter(self.settings.rollout),
+                differentiable=drawn,
             )
         # Behavior policy: the sampler's log-probs, or those of this policy before the first update.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
@@ -228,15 +232,14 @@ class Trainer:
             behavior = logprobs.detach() if micro.before is None else micro.before
         advantages = at_targets(batch.advantages, batch, device)
         distilled = None
-        if self.distillation is not None:
-            distilled = self.distillation(self.policy, batch, hidden[0], advantages, behavior)
+        if teacher is not None:
+            distilled = teacher(
+                self.policy, batch, hidden[0], advantages, behavior, recompute=drawn or recompute
+            )
             advantages = distilled.advantages
         # Token weights depend on sequence lengths and the size of the whole update.
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
-        # Without a gradient of drawn tokens, backward leaves their logits out.
-        drawn = distilled is None or distilled.uses_draws or self.settings.algorithm.kl > 0
-        trained = logprobs if drawn else logprobs.detach()
-        tokens = Tokens(trained, behavior, advantages, lengths)
+        tokens = Tokens(logprobs, behavior, advantages, lengths)
         longest, objective = self.settings.rollout.max_tokens, self.objective
         size = UpdateSize(minibatch.num_tokens, minibatch.num_sequences, longest)
         for extra in self.extras:
