@@ -3,8 +3,9 @@
     pip install textarena openai
     jetrl train model=DIRECTORY task=endpoint task.options.harness=examples/guess_the_number.py:Game
 
-The game is TextArena's own, with its hints and its reward: 1 for the number, else how near the last
-guess was. The model sees `1 to 20?` and then hints, and answers with a number in brackets.
+The game is TextArena's own, with its hints. The reward is 1 for the number, else 0; a part is that
+of TextArena, which pays for a near guess even in a game that was lost by answers against the rules.
+The model sees `1 to 20?` and then hints, and answers with a number in brackets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
 class Game:
     """Plays games with numbers up to `largest` and at most `turns` guesses."""
 
-    def __init__(self, largest: int = 20, turns: int = 4) -> None:
+    def __init__(self, largest: int = 20, turns: int = 5) -> None:
         self.largest, self.turns = largest, turns
 
     def rows(self, split: str) -> list[dict[str, Any]]:
@@ -29,7 +30,8 @@ class Game:
 
     async def play(self, episode: Any) -> dict[str, float]:
         random.seed(episode.row["seed"])  # TextArena draws its number from the global generator
-        game = GuessTheNumberEnv(max_number=self.largest, max_turns=self.turns)
+        # TextArena 0.7.4 takes one guess more than it says.
+        game = GuessTheNumberEnv(max_number=self.largest, max_turns=self.turns - 1)
         game.reset(num_players=1)
         messages = [{"role": "user", "content": f"1 to {self.largest}?"}]
         async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
@@ -50,4 +52,4 @@ class Game:
                     {"role": "user", "content": hint},
                 ]
         reward = float((game.state.rewards or {}).get(0, 0.0))
-        return {"reward": reward, "found": float(reward == 1.0), "guesses": float(guesses)}
+        return {"reward": float(reward == 1.0), "textarena": reward, "guesses": float(guesses)}
