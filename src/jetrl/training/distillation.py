@@ -123,6 +123,7 @@ class Distillation:
         most = min(backend_of(hidden).logits_at_once, MOST_LOGITS)
         size = max(1, most // self.teacher.config.vocab_size)
         chunks = zip(hidden.split(size), teachers.split(size), strict=True)
+        # Forward keeps the gradient of each chunk, 2 bytes per logit, in place of its logits.
         if not (recompute or has_defined_bits(hidden)):
             return torch.cat([chunk_kl(x, y) for x, y in chunks])
         # Backward computes the logits of a chunk again, so that no two chunks are held.

@@ -233,6 +233,7 @@ class Trainer:
         advantages = at_targets(batch.advantages, batch, device)
         distilled = None
         if teacher is not None:
+            # Only one gradient of logits is kept for backward: the KL's, or that of drawn tokens.
             distilled = teacher(
                 self.policy, batch, hidden[0], advantages, behavior, recompute=drawn or recompute
             )
