@@ -29,6 +29,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from benchmarks.flow import Choices, Flow, policy_of, with_logprobs
@@ -152,12 +153,9 @@ def distillation_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float
         (flow, "update", "update", False),
     ]
     log: list[tuple[str, Any, Any]] = []
-    distillation.Distillation._vocabulary_kl = watched_kl  # type: ignore[method-assign]
-    try:
-        with watched(functions, log):
-            flow.update(samples)
-    finally:
-        distillation.Distillation._vocabulary_kl = vocabulary_kl  # type: ignore[method-assign]
+    patched = mock.patch.object(distillation.Distillation, "_vocabulary_kl", watched_kl)
+    with patched, watched(functions, log):
+        flow.update(samples)
     times: dict[str, float] = defaultdict(float)
     for name, start, end in log:
         times[name] += milliseconds_between(start, end)
