@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.memory.graphs import NotCapturedError
 from jetrl.memory.plan import GIB, MemoryPlan, PlannedRun, shown
 from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
@@ -104,7 +105,7 @@ def _way(run: PlannedRun, changes: Changes, free: int, cards: int = 0) -> Way | 
     try:
         if changed is None or MemoryPlan(changed, free, min(STEP, run.tokens)).needed > free:
             return None
-    except UserError:  # `train.graphs = on` refuses the changes
+    except NotCapturedError:
         return None
     fitted = _largest(changed, free)
     return None if fitted is None else Way(changes, cards, fitted)

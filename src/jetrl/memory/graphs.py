@@ -27,6 +27,11 @@ from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.sections import TrainSettings
 
+
+class NotCapturedError(UserError):
+    """`train.graphs` is on, and the updates cannot be captured."""
+
+
 Replay = Callable[[], None]
 Result = TypeVar("Result")
 
@@ -40,7 +45,7 @@ def captures_updates(
 
     `frozen` is whether the base is frozen, under an adapter.
 
-    Raises UserError if it is "on" and the updates cannot be captured.
+    Raises NotCapturedError if it is "on" and the updates cannot be captured.
     """
     if train.graphs == "off":
         return False
@@ -65,7 +70,7 @@ def captures_updates(
             and num_parameters(config) <= _MOST_PARAMETERS
         )
     if problem:
-        raise UserError(f"train.graphs = on: {problem}; use train.graphs=auto, or off")
+        raise NotCapturedError(f"train.graphs = on: {problem}; use train.graphs=auto, or off")
     return True
 
 
