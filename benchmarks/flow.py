@@ -34,6 +34,7 @@ from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
+from jetrl.precision.backend import HOPPER, backend_for
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.rollout.engine import RolloutEngine
@@ -319,6 +320,7 @@ class Flow:
             load=workload,
             cards=world().size,
             device=self.policy.device.type,
+            hopper=backend_for(self.policy.device) is HOPPER,
         )
         return MemoryPlan(run, self._free, run.tokens)
 

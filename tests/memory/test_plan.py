@@ -27,8 +27,10 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import selected_backend
 from jetrl.precision.linear import Linear
 from jetrl.rollout.speculation import Speculation
+from jetrl.session.open import Machine
 from jetrl.settings.loading import load_config
 
 GIB = 2**30
@@ -56,9 +58,10 @@ def planned(
     free: int | None = None,
     tokens: int | None = None,
     device: str = "cuda",
+    hopper: bool = True,
 ) -> MemoryPlan:
     load = load or Workload.of(asked, config)
-    run = PlannedRun(asked, config, others or OtherModels(), load, device=device)
+    run = PlannedRun(asked, config, others or OtherModels(), load, device=device, hopper=hopper)
     return MemoryPlan(run, free, run.tokens if tokens is None else tokens)
 
 
@@ -180,6 +183,17 @@ def test_training_on_pairs_counts_no_graphs() -> None:
     small, asked = ModelConfig.from_hf(SHAPES["qwen2.5-0.5b"]), settings()
     plan = planned(asked, small, load=Workload.of_pairs(asked, 1024, reference=True))
     assert GRAPHS not in [r.what for r in plan.rows]
+
+
+def test_only_hopper_counts_graphs() -> None:
+    small = ModelConfig.from_hf(SHAPES["qwen2.5-0.5b"])
+    there, other = (planned(settings(), small, hopper=hopper) for hopper in (True, False))
+    assert {r.what for r in there.rows} - {r.what for r in other.rows} == {GRAPHS}
+    assert there.at("backward") > other.at("backward")
+    for name, hopper in (("auto", True), ("triton", False), ("reference", False)):
+        with selected_backend(name):
+            machine = Machine("cuda", None, elsewhere=True)
+            assert machine.is_hopper(PrecisionPlan.preset("int8")) is hopper
 
 
 def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:

@@ -177,7 +177,8 @@ class Workload:
 class PlannedRun:
     """A run whose memory is planned, on `cards` GPUs with `load` divided among them.
 
-    `config` is that of the trained model: the policy, or a reward model.
+    `config` is that of the trained model: the policy, or a reward model. `hopper`: whether a GPU
+    runs Hopper's kernels; others do not capture updates.
     """
 
     settings: Settings
@@ -186,6 +187,7 @@ class PlannedRun:
     load: Workload
     cards: int = 1
     device: str = "cuda"
+    hopper: bool = True
 
     @property
     def tokens(self) -> int:
@@ -208,6 +210,7 @@ class MemoryPlan:
         self._config = config = adapted_config(settings.adapter, run.config)
         self._load = load = run.load.of_a_rank(settings, run.cards)
         self._on_gpu = run.device != "cpu"
+        self._hopper = self._on_gpu and run.hopper
         self.reserve = _RESERVE if self._on_gpu else 0
         self._plan = PrecisionPlan.from_settings(settings.precision)
         self._lora = lora_of(settings.adapter, config)
@@ -267,7 +270,7 @@ class MemoryPlan:
     def captures(self) -> bool:
         """True if updates are captured as graphs."""
         train, frozen = self._settings.train, self._lora is not None
-        if not self._on_gpu or self._load.together > 1:  # pairs are not captured
+        if not self._hopper or self._load.together > 1:  # pairs are not captured
             return False
         return captures_updates(train, self._config, self._plan, self._cards, frozen)
 

@@ -25,7 +25,7 @@ from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.models.source import model_config
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import REFERENCE
+from jetrl.precision.backend import HOPPER, REFERENCE, backend_elsewhere, backend_for
 from jetrl.precision.formats import number_format
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
@@ -103,6 +103,11 @@ class Machine:
         # The memory plan of a GPU counts its kernels' tensors, not those of the references.
         planned = device == "cpu" or settings.run.backend != REFERENCE.name
         return Machine(device, free_bytes(device) if planned else None)
+
+    def is_hopper(self, plan: PrecisionPlan) -> bool:
+        """Return whether a GPU runs Hopper's kernels. Raises UserError if none are for it."""
+        elsewhere, device = self.elsewhere, torch.device(self.device)
+        return (backend_elsewhere(plan.defined) if elsewhere else backend_for(device)) is HOPPER
 
 
 @dataclass(kw_only=True)
@@ -363,6 +368,7 @@ def _planned(
         load=load,
         cards=world().size if machine.cards is None else machine.cards,
         device=machine.device,
+        hopper=machine.is_hopper(PrecisionPlan.from_settings(settings.precision)),
     )
     return check_fits(run, machine.free)
 
