@@ -13,6 +13,7 @@ from benchmarks.shapes import SHAPES
 from tests.training.shared import config
 
 from jetrl.errors import UserError
+from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch, layer_backward_bytes
 from jetrl.memory.fitting import DoesNotFitError, check_fits
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
@@ -350,3 +351,15 @@ def test_an_fp8_backward_behind_an_int8_forward_takes_that_of_fp8(adapted: bool)
         for name in ("unified", "int8")
     )
     assert int8 == unified
+
+
+def test_a_recomputed_layer_is_not_next_to_the_head() -> None:
+    """In `integer`, the head's backward ends before the last layer is made again."""
+    plan, batch = PrecisionPlan.preset("integer"), PlannedMicroBatch(4096, 4096, several=True)
+    model = replace(SMALL, vocab_size=50_000)
+    one_more = replace(model, layers=(*model.layers, model.layers[-1]))
+    kept, more = (activations.kept_bytes(config, plan, 4096) for config in (model, one_more))
+    wgrad = activations.wgrad_bytes(model, plan, batch, 1, None)
+    head = activations._planes_head_bytes(model, 4096, wgrad.in_head, keeps=False)
+    made = activations.on_top_bytes(model, plan, batch, True, wgrad, None)
+    assert made == head - (more - kept)

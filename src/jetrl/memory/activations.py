@@ -140,7 +140,12 @@ def kept_bytes(
     # A layer has two inputs, the residual stream and a delta; the first has only one.
     inputs_only = (2 * config.num_layers - 1) * wide * hidden
     kept = inputs_only + max(layers) if recomputed else sum(layers)
-    return (kept + (wide * hidden + 4) + wide * hidden) * tokens  # the last norm, lm_head's input
+    return (kept + _head_input_bytes(config, plan)) * tokens
+
+
+def _head_input_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Return the bytes per token that the last norm saves, and lm_head's input."""
+    return 2 * activation_bytes(plan) * config.hidden_size + 4
 
 
 def on_top_bytes(
@@ -158,7 +163,9 @@ def on_top_bytes(
     if number_format(plan.lm_head).two_planes:
         in_head = _planes_head_bytes(config, batch.tokens, wgrad.in_head, keeps=not recomputed)
         if recomputed:  # the layer that is made again is not there yet
-            in_head -= kept_bytes(config, plan, batch.tokens) // config.num_layers
+            kept = kept_bytes(config, plan, batch.tokens)
+            kept -= batch.tokens * _head_input_bytes(config, plan)
+            in_head -= kept // config.num_layers
         return max(in_layer, in_head)
     logits = logits_bytes(config, plan, batch.tokens)
     hidden = 10 * batch.tokens * config.hidden_size + wgrad.in_head
