@@ -85,6 +85,12 @@ class Definition:
         task = self.common.get("task")
         return isinstance(task, dict) and task.get("eval_split") == "train"
 
+    @property
+    def reads_text(self) -> bool:
+        """True if the runs train on raw text, and are compared by their loss."""
+        task = self.common.get("task")
+        return isinstance(task, dict) and task.get("name") == "text"
+
     def label(self, arm: str) -> str:
         """Return the name of an arm in plots and tables."""
         return self.arms[arm].label or arm

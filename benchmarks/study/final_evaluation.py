@@ -30,11 +30,15 @@ from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.directory import RunDirectory
+from jetrl.runs.history import values_of
 from jetrl.session.evaluate import evaluate_model
+from jetrl.session.examples import eval_pieces
 from jetrl.settings.loading import Settings, load_config
 from jetrl.tasks import Scorer, build_task
+from jetrl.tasks.text import RawText
 from jetrl.training.checkpoint import CheckpointFolder
 from jetrl.training.checkpoint_files import StoredTensors, masters_of
+from jetrl.training.sft import mean_loss
 from jetrl.types import SamplingParams
 
 MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them
@@ -70,6 +74,8 @@ def evaluated(request: Request) -> Outcome:
     run = Path(request.run)
     settings = load_config(run / "config.toml")
     device, own, rounding = settings.run.device, None, request.bf16_rounding
+    if settings.task.is_text:
+        return _of_text(request, run, settings, began)
     if request.own:
         policy = open_policy(run, None, device)
         own = _evaluation(policy, settings, request)
@@ -90,6 +96,37 @@ def evaluated(request: Request) -> Outcome:
         common=common,
         own=own,
         exported=exported,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _of_text(request: Request, run: Path, settings: Settings, began: float) -> Outcome:
+    """Return the held-out losses of a run on raw text: at its end, and of its export."""
+    policy = open_policy(run, request.preset, settings.run.device)
+    task = build_task(settings.task)
+    assert isinstance(task, RawText)
+    examples = eval_pieces(settings, policy, task)
+    loss = mean_loss(policy, examples, settings.train.tokens_per_micro_batch)
+    at_end = values_of(RunDirectory.open(run).metrics("sft"), "text/eval_loss")
+    if loss is None or not at_end:
+        raise UserError("a study of raw text compares held-out losses: set eval.every above 0")
+
+    def evaluation(preset: str, mean: float) -> FinalEvaluation:
+        return FinalEvaluation(
+            preset=preset,
+            mean=mean,
+            solved=0.0,
+            prompts=len(examples),
+            samples=1,
+            response_length=0.0,
+            clip_ratio=0.0,
+        )
+
+    return Outcome(
+        request=request,
+        device=_device_name(policy),
+        common=evaluation(request.preset, loss),
+        own=evaluation(_stored_plan(run).name, at_end[-1]),
         seconds=time.perf_counter() - began,
     )
 

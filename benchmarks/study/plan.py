@@ -78,6 +78,12 @@ class PlannedRun:
         """The run directory."""
         return Path(self.settings.run.dir) / self.name
 
+    @property
+    def steps(self) -> int:
+        """The number of its steps; of raw text, of its supervised updates."""
+        settings = self.settings
+        return settings.sft.steps if settings.task.is_text else settings.loop.steps
+
 
 def recipe_of(settings: Settings) -> str:
     """Return a run's recipe as TOML: the settings of study file and recipe, without defaults."""

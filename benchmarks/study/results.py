@@ -29,7 +29,7 @@ from jetrl.runs.attempts import versions
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import values_of
 from jetrl.runs.metrics import is_eval_mean
-from jetrl.runs.schemas import Name
+from jetrl.runs.schemas import Name, Phase
 from jetrl.runs.storage import Record, storing, write_atomically
 from jetrl.settings.presets import PRESETS, BF16Rounding
 
@@ -319,10 +319,11 @@ def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunR
     """Return the result of a run that has ended."""
     request = outcome.request
     directory = RunDirectory.open(run.path)
-    records, history = directory.metrics("rl"), directory.history()
+    phase: Phase = "sft" if run.settings.task.is_text else "rl"
+    records, history = directory.metrics(phase), directory.history()
     steps = [record for record in records if record["step"] > 0]
     names = dict.fromkeys([*KEPT_METRICS, definition.collapse.metric, *definition.study.metrics])
-    window = max(1, math.ceil(run.settings.loop.steps / definition.study.points))
+    window = max(1, math.ceil(run.steps / definition.study.points))
     return RunResult(
         name=run.name,
         point=dict(run.point),
@@ -332,7 +333,7 @@ def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunR
         said=run.said,
         end=request.end,
         reason=request.reason,
-        steps=history.last_step if steps else 0,
+        steps=steps[-1]["step"] if steps else 0,
         wall_s=rounded(history.elapsed_s) or 0.0,
         attempts=len(directory.attempts()),
         seconds=_seconds(steps) | _seconds_of_evaluation(outcome),

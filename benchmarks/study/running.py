@@ -18,9 +18,10 @@ from benchmarks.study.final_evaluation import answer_request
 from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.processes import Pool, cards_for
 from benchmarks.study.progress import Progress
-from benchmarks.study.report import write_report
+from benchmarks.study.report import known_runs, write_report
 from benchmarks.study.results import Results, read_results
 from benchmarks.study.scheduler import Sitting, read_queue, runs_in_order
+from benchmarks.study.tables import loss_table
 
 from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
@@ -179,6 +180,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def report(definition: Definition, results: Results) -> int:
     """Write the report, say where it is, and return an exit code: 1 for failures and twins."""
+    if definition.reads_text:
+        losses = loss_table(definition, known_runs(definition, results.runs.values()))
+        print(f"{losses.note}\n{table([losses.head, *losses.rows])}\nresults  {results.path}")
+        return 1 if results.failed else 0
     written = write_report(definition, results)
     print(table([("results", str(results.path)), ("report", str(written.html))]))
     for group in written.unequal_twins:
@@ -196,7 +201,7 @@ def dry_run(definition: Definition, results: Results, runs: Sequence[PlannedRun]
         elif run.path.is_dir():
             state = run_state(run.path)
         start = run.start.name if run.start else run.settings.model.path or "random weights"
-        rows.append((run.name, run.arm, str(run.seed), str(run.settings.loop.steps), start, state))
+        rows.append((run.name, run.arm, str(run.seed), str(run.steps), start, state))
     done = sum(run.name in results.runs for run in runs)
     return f"{table(rows)}\n\n{len(runs)} runs, {done} done; they go to {definition.out}"
 

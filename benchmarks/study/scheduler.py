@@ -276,7 +276,7 @@ class Sitting:
         if not finished:
             return None
         here = [done for name, done in finished.items() if name not in self._earlier]
-        left = 1 - steps_done(run.path) / run.settings.loop.steps
+        left = 1 - steps_done(run.path) / run.steps
         return max(
             left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0)
             for done in here or finished.values()
@@ -291,7 +291,7 @@ class Sitting:
             write_atomically(recipe, recipe_of(work.settings))
         command = ["sft"]
         if isinstance(work, PlannedRun):
-            command = [*work.deviation.words(), "train"]
+            command = [*work.deviation.words(), "sft" if work.settings.task.is_text else "train"]
         resume = ["--resume"] if has_begun(work, self.definition) else []
         item.running = True
         return self._job(work.name, [*command, str(recipe), *resume])
@@ -367,7 +367,9 @@ class Sitting:
             for folder in ("checkpoints", "model"):
                 shutil.rmtree(run.path / folder, ignore_errors=True)
         words = [f"{result.steps} steps in {duration(result.wall_s)}"]
-        if result.common is not None:
+        if result.common is not None and self.definition.reads_text:
+            words.append(f"held-out loss {result.common.mean:.4f}")
+        elif result.common is not None:
             words.append(f"held out {100 * result.common.mean:.1f}%")
         if learned_nothing(result):
             words.append(f"{NOTHING_LEARNED}: see {self.definition.out / 'logs'}/{run.name}.txt")
@@ -422,7 +424,7 @@ class Sitting:
         for item in self._items.values():
             assert isinstance(item.work, PlannedRun)
             settings = item.work.settings
-            steps = settings.loop.steps
+            steps = item.work.steps
             done = steps
             if item.stage == "train":
                 done = min(steps_done(item.work.path), steps)

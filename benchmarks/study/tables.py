@@ -14,16 +14,18 @@ from benchmarks.study.analysis import (
     Loss,
     LostRuns,
     TwinGroup,
+    by_seed,
     common_accuracy,
     learned_nothing,
     mean_of_curve,
+    own_accuracy,
     point_name,
     runs_of,
 )
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import FINAL_EVALUATION, RunResult
-from benchmarks.study.statistics import Comparison, Interval
+from benchmarks.study.statistics import Comparison, Interval, mean_interval
 
 from jetrl.runs.format import number, percent
 
@@ -98,6 +100,48 @@ def _own_accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
         shown_interval(result.own),
         *_tests(definition, result.own, result.own_comparison),
     ]
+
+
+def loss_table(definition: Definition, runs: Sequence[RunResult]) -> Table:
+    """Return the held-out losses of runs on raw text, with the speed and memory of training."""
+    study, preset = definition.study, definition.eval.preset
+    reference = definition.reference
+    note = (
+        f"Held-out loss in nats per token, mean over seeds; differences from "
+        f"{definition.label(reference)} are taken seed by seed, with their {study.level:.0%} t "
+        f"interval. Own: in the precision of training. {preset}: the exported file."
+    )
+    head = ["point", "arm", "seeds", "own loss", f"own - {reference}"]
+    head += [f"{preset} loss", f"{preset} - {reference}", "tokens/s", "GiB"]
+    rows = []
+    for point in grid_points(definition):
+        compared = runs_of(runs, point, reference)
+        for arm in definition.arms:
+            if not (here := runs_of(runs, point, arm)):
+                continue
+            losses = [
+                text
+                for loss in (own_accuracy, common_accuracy)
+                for text in _losses(by_seed(here, loss), by_seed(compared, loss), study.level)
+            ]
+            speeds = [mean_of_curve(run, "throughput/train_tokens_per_s") or 0.0 for run in here]
+            peaks = [mean_of_curve(run, "memory/peak_gib") or 0.0 for run in here]
+            seen = [f"{fmean(speeds):,.0f}", f"{max(peaks):.2f}"]
+            label = definition.label(arm)
+            rows.append([point_name(point), label, str(len(here)), *losses, *seen])
+    return Table("Held-out loss", note, head, rows)
+
+
+def _losses(
+    own: Mapping[int, float], reference: Mapping[int, float], level: float
+) -> tuple[str, str]:
+    """Return the mean loss of an arm, and its mean difference from the reference arm."""
+    shared = [own[seed] - reference[seed] for seed in own if seed in reference]
+    if not shared:
+        return (f"{fmean(own.values()):.4f}" if own else DASH), DASH
+    gap = mean_interval(shared, level)
+    ends = "" if math.isnan(gap.low) else f" [{gap.low:+.4f}, {gap.high:+.4f}]"
+    return f"{fmean(own.values()):.4f}", f"{gap.mean:+.4f}{ends}"
 
 
 def _tests(

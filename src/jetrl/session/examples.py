@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,7 @@ from jetrl.randomness import derive_seed, draw_range
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
-from jetrl.tasks.text import Document, TextSplit
+from jetrl.tasks.text import Document, RawText, TextSplit
 from jetrl.training.sft import ExamplePair, Pair
 from jetrl.types import Example, Turn
 
@@ -119,6 +120,15 @@ def pieces(token_ids: Sequence[int], length: int) -> Iterator[Example]:
     for start in range(0, len(token_ids) - 1, length - 1):
         piece = token_ids[start : start + length]
         yield Example(piece[:1], piece[1:])
+
+
+def eval_pieces(settings: Settings, model: Model, task: RawText) -> list[Example]:
+    """Return the first held-out documents, cut at the largest length of training."""
+    held_out, length = task.split(settings.task.eval_split), max(settings.sft.lengths)
+    found: list[Example] = []
+    for document in itertools.islice(held_out, settings.eval.prompts or None):
+        found += pieces(encode_document(model, document), length)
+    return found
 
 
 class Place(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,8 +50,7 @@ from jetrl.session.episodes import Play, ServedPolicy
 from jetrl.session.examples import (
     TextOrder,
     demonstration,
-    encode_document,
-    pieces,
+    eval_pieces,
     preference_examples,
     preference_pair,
     trained_examples,
@@ -338,9 +336,7 @@ def check_text(
     notes = [f"{split.documents:,} documents to train on, with {split.characters:,} characters"]
     eval_examples: list[Example] = []
     if settings.eval.every:
-        held_out, limit = task.split(settings.task.eval_split), settings.eval.prompts or None
-        for document in itertools.islice(held_out, limit):
-            eval_examples += pieces(encode_document(policy, document), longest)
+        eval_examples = eval_pieces(settings, policy, task)
         notes.append(f"{sum(map(len, eval_examples)):,} tokens to evaluate on")
     notes += _short_warm_up("sft", sft.warmup_steps, sft.steps)
     return TextContext(
