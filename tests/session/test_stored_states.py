@@ -24,6 +24,7 @@ EXTRA = {
         "sft_guard": {"in_a_row": 2},
         "critic_guard": {"in_a_row": 0},
         "clip": {"steps": 4, "low": 0.8, "high": 1.2},
+        "text": {"digest": "0123456789abcdef", "place": [1, 0, 3, 64]},
     },
 }
 
@@ -42,6 +43,7 @@ ODD = [
     ({"rollout_sizes": {"asked": [1, 1, 1], "now": [None, 1, 1]}}, "rollout_sizes"),
     ({"partial rollouts": [["p", [[*MEMBER[:1], [1], *MEMBER[2:]]]]]}, "log-probs of other tokens"),
     ({"partial rollouts": [["p", [[1, [1], [0.0], "odd", "", []]]]]}, "= 'odd'"),
+    ({"text": {"digest": "0123456789abcdef", "place": [0, 0, -1, 0]}}, "text.place.2 = -1"),
     ([], "states = "),
 ]
 
