@@ -15,6 +15,7 @@ from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import select_backend
 from jetrl.session.compiling import compiled_ahead
@@ -107,7 +108,9 @@ def make_policy(
     select_backend(backend_of(plan), defined=chosen.defined)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
-    source = ModelSource.from_seed(shape_of, 0, adapter=adapter)
+    # Drawn on the GPU also for plans whose runs draw on the CPU: that takes minutes at 8B.
+    weights = RandomWeights(shape_of, 0, device)
+    source = ModelSource(shape_of, lambda _: weights, adapter=adapter)
     rollout = RolloutSettings(speculation="auto" if speculation else "off")
     with compiled_ahead(source, chosen, device, rollout):
         policy = Policy(source, chosen, device)

@@ -53,7 +53,7 @@ def test_bits_of_the_reference_on_a_cpu() -> None:
     logits = logits_of(4, 20000, 3.0, "cpu")
     chosen, temperature = torch.tensor([1, 2, 3, 19999]), torch.full((4, 1), 0.7)
     given = (logits, chosen, temperature)
-    ours = logprob.exact_logprobs(*(x.cuda() for x in given))
+    ours = logprob.exact_logprobs(*(x.cuda() for x in given))[:2]
     for mine, theirs in zip(ours, chosen_logprobs_ref(*given), strict=True):
         assert different(mine.cpu(), theirs) == 0
     row = torch.full((4,), 0.9)

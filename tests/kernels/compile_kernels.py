@@ -435,7 +435,8 @@ def portable_probs() -> None:
         logits = empty(rows, columns, dtype=torch.float32)
         floats, ints = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int64)
         logprob.exact_logprobs(logits, ints, floats[:, None])
-        logprob.exact_logits_gradient(logits, ints, floats[:, None], floats)
+        of_rows = empty(2, rows, dtype=torch.float32)
+        logprob.exact_logits_gradient(logits, ints, floats[:, None], of_rows, floats)
         sampling.sample(logits, ints, floats)
         sampling.exclude_tokens(logits, floats, floats, ints, floats, ints)
 

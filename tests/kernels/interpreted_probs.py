@@ -71,7 +71,7 @@ def logprob_differences(logits: Tensor) -> dict[str, int]:
         found[name + "entropy"] = different(ours[1][0], theirs[1][0])
         found[name + "variance"] = different(ours[1][1], theirs[1][1])
         expected = logits_gradient_ref(logits, chosen, temperature, grad)
-        given = (logits, chosen, temperature, grad)
+        given = (logits, chosen, temperature, ours[2], grad)
         found[name + "gradient"] = different(logprob.exact_logits_gradient(*given), expected)
         if number:
             leaf = logits.clone().requires_grad_()

@@ -217,7 +217,7 @@ def logprobs_and_samples() -> None:
 
     logits, temperature = floats(64, VOCABULARY), floats(64, 1)
     exact_logprobs(logits, longs(64), temperature)
-    exact_logits_gradient(logits, longs(64), temperature, floats(64))
+    exact_logits_gradient(logits, longs(64), temperature, floats(2, 64), floats(64))
     for rows in (FEW, 512):
         one = floats(rows)
         sample(floats(rows, VOCABULARY), longs(rows), one)

@@ -96,19 +96,25 @@ def logits_gradient_ref(
     return gradient * (grad[:, None] / temperature)
 
 
-def exact_logprobs(logits: Tensor, chosen: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `chosen_logprobs_ref`, from kernels that have its bits if the device has some."""
+def exact_logprobs(
+    logits: Tensor, chosen: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `chosen_logprobs_ref`, from kernels that have its bits if the device has some.
+
+    The third tensor is what `exact_logits_gradient` reads: max z and total, float32 [2, R].
+    """
     if (kernels := kernels_of(logits)) is not None:
         return kernels.exact_logprobs(logits, chosen, temperature)
-    return chosen_logprobs_ref(logits, chosen, temperature)
+    nothing = logits.new_empty(2, len(logits))  # the reference computes them again
+    return *chosen_logprobs_ref(logits, chosen, temperature), nothing
 
 
 def exact_logits_gradient(
-    logits: Tensor, chosen: Tensor, temperature: Tensor, grad: Tensor
+    logits: Tensor, chosen: Tensor, temperature: Tensor, softmax: Tensor, grad: Tensor
 ) -> Tensor:
     """Return `logits_gradient_ref`, from kernels that have its bits if the device has some."""
     if (kernels := kernels_of(logits)) is not None:
-        return kernels.exact_logits_gradient(logits, chosen, temperature, grad)
+        return kernels.exact_logits_gradient(logits, chosen, temperature, softmax, grad)
     return logits_gradient_ref(logits, chosen, temperature, grad)
 
 

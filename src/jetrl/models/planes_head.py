@@ -102,14 +102,14 @@ class _HeadLogprobs(torch.autograd.Function):
             if again is None:
                 saved.append(chunk)
             del chunk  # before the next one
-        ctx.save_for_backward(hidden, chosen, temperature, *saved)
-        logprobs, moments = (torch.cat(list(x), -1) for x in zip(*parts, strict=True))
+        logprobs, moments, softmax = (torch.cat(list(x), -1) for x in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, chosen, temperature, softmax, *saved)
         ctx.mark_non_differentiable(moments)
         return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, chosen, temperature, *saved = ctx.saved_tensors
+        hidden, chosen, temperature, softmax, *saved = ctx.saved_tensors
         weight = ctx.head.planes("train")
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = returned = None
@@ -120,7 +120,9 @@ class _HeadLogprobs(torch.autograd.Function):
             rows = slice(start, start + size)
             x = planes_of_rows(hidden[rows])
             logits = saved.pop(0) if saved else ctx.again(planes_fprop(x, weight), chosen[rows])
-            dlogits = exact_logits_gradient(logits, chosen[rows], temperature[rows], grads[0][rows])
+            dlogits = exact_logits_gradient(
+                logits, chosen[rows], temperature[rows], softmax[:, rows], grads[0][rows]
+            )
             del logits
             if dhidden is not None:
                 dhidden[rows] = planes_dgrad(dlogits, weight)

@@ -2,7 +2,7 @@
 
 One program reads a row twice: for the maximum, then for the sums. The sums are integers on the grid
 of the definition, so tiles and lanes change no bits. Backward is elementwise: it reads maximum and
-total of each row, which forward saves or a first launch computes.
+total of each row, which forward saves.
 
 A value x with |x| <= 1 becomes an integer without a conversion: x + 1 rounds it to 2**-23, the rest
 plus 1.5 * 2**-7 rounds that to 2**-30, and the lowest bits of both sums are the integers. The first
@@ -102,18 +102,9 @@ def _total_of(high, low):
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr,
-    chosen_ptr,
-    temperature_ptr,
-    out_ptr,
-    num_columns,
-    MOMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, chosen_ptr, temperature_ptr, out_ptr, num_columns, BLOCK: tl.constexpr
 ):
-    """Write log-prob, entropy, variance, max z and total of a row to out_ptr, float32 [5, R].
-
-    Without MOMENTS it writes only max z and total.
-    """
+    """Write log-prob, entropy, variance, max z and total of a row to out_ptr, float32 [5, R]."""
     row = tl.program_id(0)
     rows = tl.num_programs(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -138,33 +129,31 @@ def _forward_kernel(
         shifted = z - row_max
         mass = exp_nonpositive(shifted)
         mass_high, mass_low = _grid_sum(mass_high, mass_low, mass, 1.0)
-        if MOMENTS:
-            # exp is 0 below -87, so any bound below that is as good as the definition's -1e30.
-            bounded = tl.maximum(shifted, -88.0)
-            weighted = mass * bounded  # between -1/e and 0
-            mean_high, mean_low = _grid_sum(mean_high, mean_low, weighted, 1.5)
-            square = weighted * bounded
-            square_high, square_low = _grid_sum(square_high, square_low, square, 1.0)
+        # exp is 0 below -87, so any bound below that is as good as the definition's -1e30.
+        bounded = tl.maximum(shifted, -88.0)
+        weighted = mass * bounded  # between -1/e and 0
+        mean_high, mean_low = _grid_sum(mean_high, mean_low, weighted, 1.5)
+        square = weighted * bounded
+        square_high, square_low = _grid_sum(square_high, square_low, square, 1.0)
 
     total = _total_of(mass_high, mass_low)
     finite = tl.abs(row_max) < float("inf")
     total = tl.where(finite, total, float("nan"))
     tl.store(out_ptr + 3 * rows + row, row_max)
     tl.store(out_ptr + 4 * rows + row, total.to(tl.float32))
-    if MOMENTS:
-        lse = log_positive(total)
-        mean = _total_of(mean_high, mean_low) / total
-        variance = _total_of(square_high, square_low) / total
-        variance -= mean * mean
-        variance = tl.where(variance < 0.0, 0.0, variance)
-        entropy = lse - mean
-        chosen = tl.load(chosen_ptr + row)
-        z = divide(tl.load(row_ptr + chosen), temperature)
-        logprob = z - row_max
-        logprob -= lse.to(tl.float32)
-        tl.store(out_ptr + row, logprob)
-        tl.store(out_ptr + rows + row, entropy.to(tl.float32))
-        tl.store(out_ptr + 2 * rows + row, variance.to(tl.float32))
+    lse = log_positive(total)
+    mean = _total_of(mean_high, mean_low) / total
+    variance = _total_of(square_high, square_low) / total
+    variance -= mean * mean
+    variance = tl.where(variance < 0.0, 0.0, variance)
+    entropy = lse - mean
+    chosen = tl.load(chosen_ptr + row)
+    z = divide(tl.load(row_ptr + chosen), temperature)
+    logprob = z - row_max
+    logprob -= lse.to(tl.float32)
+    tl.store(out_ptr + row, logprob)
+    tl.store(out_ptr + rows + row, entropy.to(tl.float32))
+    tl.store(out_ptr + 2 * rows + row, variance.to(tl.float32))
 
 
 @triton.jit
@@ -204,8 +193,8 @@ def _gradient_kernel(
     tl.store(out_ptr + places, gradient, mask=inside)
 
 
-def _reduce(logits: Tensor, chosen: Tensor, temperature: Tensor, moments: bool) -> Tensor:
-    """Return log-prob, entropy, variance (unless without moments), max z, total: [5, R]."""
+def _reduce(logits: Tensor, chosen: Tensor, temperature: Tensor) -> Tensor:
+    """Return log-prob, entropy, variance, max z and total of each row, [5, R]."""
     rows, vocabulary = logits.shape
     assert (logits.dtype, logits.is_contiguous()) == (torch.float32, True)
     assert (chosen.dtype, chosen.shape) == (torch.int64, (rows,))
@@ -218,7 +207,6 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: Tensor, moments: bool) 
             temperature.contiguous(),
             out,
             vocabulary,
-            moments,
             _BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,
@@ -226,10 +214,10 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: Tensor, moments: bool) 
     return out
 
 
-def _gradient(
+def exact_logits_gradient(
     logits: Tensor, chosen: Tensor, temperature: Tensor, softmax: Tensor, grad: Tensor
 ) -> Tensor:
-    """Return the gradient of the logits; softmax holds max z and total of each row, [2, R]."""
+    """`kernels.logprob.logits_gradient_ref`, bitwise equal: float32 [R, V]."""
     rows, vocabulary = logits.shape
     assert (grad.dtype, grad.shape) == (torch.float32, (rows,))
     out = torch.empty_like(logits)
@@ -239,7 +227,7 @@ def _gradient(
             logits,
             chosen.contiguous(),
             temperature.contiguous(),
-            softmax,
+            softmax.contiguous(),
             grad.contiguous(),
             out,
             rows,
@@ -252,18 +240,12 @@ def _gradient(
     return out
 
 
-def exact_logprobs(logits: Tensor, chosen: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """`kernels.logprob.chosen_logprobs_ref`, bitwise equal: log-probs [R] and moments [2, R]."""
-    results = _reduce(logits, chosen, temperature, moments=True)
-    return results[0], results[1:3]
-
-
-def exact_logits_gradient(
-    logits: Tensor, chosen: Tensor, temperature: Tensor, grad: Tensor
-) -> Tensor:
-    """`kernels.logprob.logits_gradient_ref`, bitwise equal: float32 [R, V]."""
-    results = _reduce(logits, chosen, temperature, moments=False)
-    return _gradient(logits, chosen, temperature, results[3:], grad)
+def exact_logprobs(
+    logits: Tensor, chosen: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.logprob.exact_logprobs`, bitwise equal to its reference."""
+    results = _reduce(logits, chosen, temperature)
+    return results[0], results[1:3], results[3:]
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -277,7 +259,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        results = _reduce(logits, chosen, temperature, moments=True)
+        results = _reduce(logits, chosen, temperature)
         logprobs = results[0]
         moments = results[1:3]
         ctx.save_for_backward(logits, chosen, temperature, results[3:])
@@ -287,4 +269,4 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, chosen, temperature, softmax = ctx.saved_tensors
-        return _gradient(logits, chosen, temperature, softmax, grads[0]), None, None
+        return exact_logits_gradient(logits, chosen, temperature, softmax, grads[0]), None, None
