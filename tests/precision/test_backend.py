@@ -46,7 +46,7 @@ UNDEFINED = {
     *("attend_prefill_quantized", "attend_decode_quantized"),
     *("fp8_grouped_matmul", "fp8_grouped_gradient", "fp8_grouped_dgrad", "add_fp8_grouped_wgrad"),
     *("bf16_grouped_matmul", "bf16_grouped_dgrad"),
-    *("add_bf16_grouped_product", "add_bf16_grouped_wgrad"),
+    *("add_bf16_grouped_product", "add_bf16_grouped_wgrad", "save_codes", "load_values"),
 }
 # What only these plans ask for.
 DEFINED = {
