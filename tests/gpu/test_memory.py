@@ -98,7 +98,7 @@ def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.Monkey
             *("model.tokenizer=characters", "rollout.max_tokens=1024", "eval.every=0"),
             *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "loop.steps=2"),
             *("train.tokens_per_micro_batch=16384", "checkpoint.every=0", "report.enabled=false"),
-            "rollout.speculation=off",
+            *("rollout.speculation=off", "train.graphs=off"),  # too few steps for graphs
         ],
     )
     model = settings.model.model_copy(update={"config": {**CONFIG, "vocab_size": 65536}})

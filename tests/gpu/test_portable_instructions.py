@@ -70,15 +70,20 @@ def test_kernels_arranged_for_another_gpu_have_the_same_bits(arch: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+BY_BF16 = (
+    *("portable_attention_forward", "portable_attention_backward", "portable_attention_decode"),
+    *("portable_gemm", "grouped_int8"),
+)
+
+
 @pytest.mark.parametrize("arch", [None, "sm80"])
-def test_bf16_tensor_cores_have_the_bits_of_int8(arch: str | None) -> None:
+@pytest.mark.parametrize("name", BY_BF16)  # apart, since compiling them together takes minutes
+def test_bf16_tensor_cores_have_the_bits_of_int8(name: str, arch: str | None) -> None:
     """Run tests of attention, head and experts with the products of sm_103, by wgmma and mma.sync.
 
     They compare with the references. A plugin changes the capability before jetrl is imported.
     """
-    names = ("forward", "backward", "decode")
-    tests = [HERE / f"test_portable_attention_{name}.py" for name in names]
-    tests += [HERE / "test_portable_gemm.py", HERE / "test_grouped_int8.py"]
-    done = run(arch, "-m", "pytest", "-p", "tests.kernels.by_bf16", *OPTIONS, *tests)
+    plugin = ("-p", "tests.kernels.by_bf16")
+    done = run(arch, "-m", "pytest", *plugin, *OPTIONS, HERE / f"test_{name}.py")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]
