@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.policies import make_policy
 from benchmarks.shapes import SHAPES
 from tests.e2e.small import SMALL, trained, without_last_checkpoint
 from tests.kernels.bits import different, random
@@ -141,6 +142,19 @@ def test_only_gradients_change_and_recomputed_layers_have_the_same(options: Any)
     changed = {name for name in on if different(off[name], on[name])}
     assert changed == off.keys() - {"logprobs", "norm.weight", "lm_head.weight"}
     for name in changed:  # an error of E4M3 is a few percent of a value, of codes less than one
+        assert (off[name] - on[name]).norm() < 0.1 * off[name].norm(), name
+
+
+def test_gradients_of_adapters_change_as_little() -> None:
+    off, on, again = (
+        results(make_policy("tiny", f"int8 saved={saved}", "cpu", 2, adapter_rank=4), recomputed)
+        for saved, recomputed in (("off", False), ("int8", False), ("int8", True))
+    )
+    assert different(off["logprobs"], on["logprobs"]) == 0
+    assert len(off) > 8
+    for name in off.keys() - {"logprobs"}:
+        assert different(on[name], again[name]) == 0, name
+        assert different(off[name], on[name]), name
         assert (off[name] - on[name]).norm() < 0.1 * off[name].norm(), name
 
 
