@@ -57,6 +57,7 @@ PLANS = (
     "kernels/attention/forward_triton.py",
     "precision/triton/float_tiles.py",
     "precision/triton/grouped_bf16.py",
+    "precision/triton/saved.py",
 )
 CARDS = {
     80: Card("A100", 163 * KB, 108),
