@@ -156,3 +156,30 @@ def test_a_changed_text_has_another_digest(tmp_path) -> None:
     assert split_of(tmp_path, "train.txt", b"abc\n").digest == before.digest
     assert split_of(tmp_path, "train.txt", b"abd\n").digest != before.digest
     assert list(before) == [Document("abd\n", f"{tmp_path}/train.txt, line 1")]
+
+
+def test_parts_of_a_document_are_in_one_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_spans(monkeypatch, 64)
+    for name in "abcdefgh":
+        lines = [f"file {name} line {number}, and more words\n" for number in range(40)]
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    task = RawText(str(tmp_path), test_share=0.5)
+    files = [{Path(d.where.split(",")[0]).name for d in task.split(n)} for n in ("train", "test")]
+    assert not files[0] & files[1]
+    assert len(files[0] | files[1]) == 8
+    assert files[0]
+    assert files[1]
+    assert sum(task.split(name).documents for name in ("train", "test")) > 40
+
+
+def test_rows_in_other_files_have_another_digest(tmp_path: Path) -> None:
+    rows = [f'{{"text": "row {number}"}}\n' for number in range(8)]
+    for folder, parts in (("one", [rows]), ("two", [rows[:5], rows[5:]])):
+        (tmp_path / folder).mkdir()
+        for number, part in enumerate(parts):
+            (tmp_path / folder / f"{number}.jsonl").write_text("".join(part))
+    one, two = (RawText(str(tmp_path / f), test_share=0.1).split("train") for f in ("one", "two"))
+    assert [d.text for d in one] == [d.text for d in two]
+    assert one.digest != two.digest

@@ -37,7 +37,7 @@ from jetrl.types import Prompt
 _TEXT_SUFFIXES = (".txt", ".md")
 _READ = (*_TEXT_SUFFIXES, *SUFFIXES)
 _SPAN = 2**25  # bytes of documents that are shuffled together
-_UNDIVIDED = 2**20  # bytes at which a text file without separators is cut
+_UNDIVIDED = 2**20  # half of the bytes at which a text file without separators is cut
 
 
 class Document(NamedTuple):
@@ -52,8 +52,8 @@ class Document(NamedTuple):
 class TextSplit:
     """The documents of a split, which were all read once.
 
-    `spans` are those that have any. `digest` is of all texts, 16 hex digits. `read` returns the
-    documents of a span, in data order.
+    `spans` are those that have any. `digest` is of all texts and of where spans end, 16 hex digits.
+    `read` returns the documents of a span, in data order.
     """
 
     spans: tuple[Span, ...]
@@ -110,24 +110,37 @@ class RawText(Task):
             check_whole(str(self.path), name, self._files[name])
         files = self._files.get(name) or self._all_files()
 
-        def belongs(document: Document) -> bool:
-            return bool(self._files) or self._split_of(document.text) == name
+        inherited: dict[Span, bool] = {}  # spans that continue a document are in its split
+
+        def found(span: Span) -> Iterator[tuple[Document, bool]]:
+            belongs = inherited.get(span)
+            for document in self._documents(span):
+                if belongs is None:
+                    belongs = bool(self._files) or self._split_of(document.text) == name
+                yield document, belongs
+                belongs = None
 
         def read(span: Span) -> list[Document]:
-            return list(filter(belongs, self._documents(span)))
+            return [document for document, belongs in found(span) if belongs]
 
         spans, documents, characters, digest = [], 0, 0, hashlib.blake2b(digest_size=8)
         for file in files:
-            is_empty = True
+            is_empty, last = True, False
+            continues = False
             for span in self._spans(file):
                 before = documents
-                for document in self._documents(span):
+                if continues:
+                    inherited[span] = last
+                for document, last in found(span):
                     is_empty = False
-                    if belongs(document):
+                    if last:
                         documents += 1
                         characters += len(document.text)
                         digest.update(hashlib.blake2b(document.text.encode()).digest())
-                spans += [span] * (documents > before)
+                continues = span.cut and not is_empty
+                if documents > before:
+                    spans.append(span)
+                    digest.update(b"span")  # a checkpoint's place counts them
             if is_empty:
                 raise UserError(f"{file}: no text in it; remove it, or fill it")
         if not spans:
