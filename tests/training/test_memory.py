@@ -18,6 +18,7 @@ from jetrl.types import Example
 
 ERRORS = {
     "of a GPU": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "of CUDA": lambda: torch.AcceleratorError("CUDA error: out of memory\nSearch for it"),
     "of the CPU": lambda: RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     ),
@@ -58,7 +59,7 @@ def close(a, b, num_tokens, advantage):
 
 @pytest.mark.parametrize(
     ("error", "exact"),
-    [(ERRORS["of a GPU"], True), (ERRORS["of the CPU"], False), (ERRORS["of Python"], False)],
+    [(make, name in ("of a GPU", "of CUDA")) for name, make in ERRORS.items()],
     ids=ERRORS,
 )
 def test_the_step_goes_on_with_smaller_micro_batches(bigram, caplog, error, exact):

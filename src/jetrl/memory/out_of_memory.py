@@ -15,7 +15,8 @@ from jetrl.errors import OutOfMemoryStop
 
 Result = TypeVar("Result")
 
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+# Of torch's allocator for CPUs, and of CUDA itself, as when a graph is made.
+_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -23,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OutOfMemoryStop):  # It quotes the allocator, and is final.
         return False
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 class Attempt:
