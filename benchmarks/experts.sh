@@ -32,7 +32,7 @@ gradients="int8 grad_output=int8"
 case ${1:-} in
 # Kernels next to their references and to dense layers, and graphs; 60 s.
 tests)
-    tests experts_kernels tests/gpu/test_grouped_int8.py tests/gpu/test_grouped_bf16.py ;;
+    tests experts_kernels tests/gpu/test_grouped_*.py ;;
 # Small models: sampler and trainer agree, `integer` has the bits of a CPU; 60 s.
 models)
     tests experts_models tests/gpu/test_experts.py ;;

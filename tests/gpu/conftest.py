@@ -33,6 +33,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {HOPPER.gpus}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests first in the part of the list that `--dist worksteal` gives a process."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    items.clear()
+    for processes in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), 0, -1):
+        first = -(-len(long) // processes)
+        rest = (len(long) + len(others)) // processes - first
+        items += long[:first] + others[:rest]
+        del long[:first], others[:rest]
+
+
 @pytest.fixture(autouse=True)
 def give_memory_back() -> Iterator[None]:
     """Return to the GPU what a test leaves in torch's pools: other processes share it."""
@@ -77,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in outcomes}
     counts = {outcome: len(found) for outcome, found in reports.items() if found}
     ids = [report.nodeid for found in reports.values() for report in found]
-    if not any(name.startswith("tests/gpu/") for name in ids):
+    if "JETRL_TESTS_WITHIN" in os.environ or not any(x.startswith("tests/gpu/") for x in ids):
         return
     seconds = time.monotonic() - config.stash[BEGAN]
     workers = getattr(config.option, "numprocesses", None) or 1

@@ -9,9 +9,9 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
-from tests.gpu.test_grouped_int8 import LARGE  # noqa: E402
 from tests.kernels.expert_cases import (  # noqa: E402
     FP8_CASES,
+    LARGE,
     Case,
     adapted_results,
     compare_bf16,

@@ -1,29 +1,20 @@
-"""Grouped products of experts on a GPU: INT8 has the bits of references, FP8 those of dense layers.
-
-CUDA graphs capture both.
-"""
+"""Grouped INT8 products of experts on a GPU have the bits of their references."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from tests.kernels.expert_cases import (  # noqa: E402
     CASES,
-    FP8_CASES,
+    LARGE,
     ROUTES,
-    SQUARES,
     Case,
     compare,
-    compare_fp8,
     compare_routes,
-    compare_squares,
     different,
     layer_results,
     part,
@@ -33,22 +24,10 @@ from tests.kernels.expert_cases import (  # noqa: E402
 from jetrl.kernels.routing_rule import RoutingRule  # noqa: E402
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
-from jetrl.precision.hopper.gemm import fp8_matmul_hopper  # noqa: E402
 from jetrl.precision.int8 import int8_rows, int8_turned  # noqa: E402
-from jetrl.precision.quantize import QTensor  # noqa: E402
-from jetrl.precision.triton import expert_rows, float_tiles, grouped_fp8, grouped_int8, int8  # noqa: E402
+from jetrl.precision.triton import expert_rows, grouped_int8, int8  # noqa: E402
 from jetrl.precision.triton.bf16 import bf16_matmul  # noqa: E402
 
-LARGE = {
-    "decode": Case(8, 8, 128, 1536, 2048),
-    "more sequences": Case(256, 8, 128, 1536, 2048),
-    "prefill": Case(2000, 8, 128, 256, 768),
-    "training": Case(6000, 8, 64, 320, 576),
-    "one expert has most": Case(5000, 2, 16, 200, 320, slice(3, 4)),
-    "OLMoE": Case(777, 8, 64, 2048, 1024),
-    "512 experts": Case(300, 10, 512, 128, 192),
-    "many rows": Case(70_000, 2, 3, 64, 64),
-}
 CUDA = torch.device("cuda")
 
 
@@ -76,35 +55,6 @@ def test_a_routers_logits_do_not_depend_on_the_batch(experts: int) -> None:
     assert (whole.float() - x.float() @ w.float().mT).abs().max() <= 2.0**-7 * whole.abs().max()
     for rows in (slice(0, 1), slice(3, 66), slice(100, 229), slice(17, 900)):
         assert different(bf16_matmul(x[rows], w), whole[rows]) == 0
-
-
-def by_cublas(a: QTensor, b: QTensor) -> Tensor:
-    """A dense product that compiles nothing; tests/gpu/test_gemm.py compares it with DeepGEMM."""
-    return fp8_matmul_hopper(a, b, torch.bfloat16, "cublas")
-
-
-# cuBLAS refuses products of one block of 128, as of few rows per expert, and splits the longest
-# sums of small matrices.
-BY_CUBLAS = [name for name in LARGE if name not in ("512 experts", "many rows")]
-
-
-@pytest.mark.parametrize(
-    "name, dense",
-    [
-        *((name, float_tiles.fp8_matmul) for name in (*FP8_CASES, *LARGE)),
-        *((name, by_cublas) for name in BY_CUBLAS),
-    ],
-)
-def test_fp8_products_have_the_bits_of_dense_layers(
-    name: str, dense: Callable[[QTensor, QTensor], Tensor]
-) -> None:
-    compared = compare_fp8((FP8_CASES | LARGE)[name], CUDA, dense)
-    assert {result: count for result, count in compared.items() if count} == {}
-
-
-@pytest.mark.parametrize("sizes", SQUARES)
-def test_weights_in_squares_are_those_of_each_expert(sizes: tuple[int, int, int]) -> None:
-    assert compare_squares(*sizes, CUDA) == 0
 
 
 @pytest.mark.parametrize("memory", ["large", "small"])
@@ -141,35 +91,6 @@ def test_a_layer_has_the_bits_of_a_cpu() -> None:
     assert {name: different(made[name].cpu(), want[name]) for name in want} == dict.fromkeys(
         want, 0
     )
-
-
-def test_a_graph_captures_a_layer_with_other_groups() -> None:
-    experts, tokens, slots, width = 32, 100, 4, 256
-    with selected_backend("reference"):
-        w = int8_rows(random(experts * width, width, device=CUDA, seed=1))
-        x = int8_rows(random(tokens, width, device=CUDA).bfloat16())
-    values = random(tokens, width, device=CUDA, seed=2).bfloat16()
-    weights = random(tokens, slots, device=CUDA, seed=3)
-    chosen = random(tokens, experts, device=CUDA).topk(slots).indices
-
-    def layer() -> tuple[Tensor, ...]:
-        groups = expert_rows.group_rows(chosen, experts)
-        y = grouped_int8.int8_grouped_matmul(x, w, groups, by_token=True)
-        dw, dw_fp8 = (torch.ones(w.shape, device=CUDA) for _ in range(2))
-        grouped_int8.add_int8_grouped_wgrad(dw, True, y, values, groups, by_token=True)
-        rows, along = grouped_fp8.fp8_grouped_gradient(y, groups, "fp32")
-        dx = grouped_fp8.fp8_grouped_dgrad(rows, w, groups)
-        grouped_fp8.add_fp8_grouped_wgrad(dw_fp8, True, along, values, groups, True, "fp32")
-        return expert_rows.combine(y, weights, groups), dw, dx, dw_fp8
-
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer()
-    chosen.copy_(random(tokens, experts, device=CUDA, seed=7).topk(slots).indices)
-    graph.replay()
-    for found, expected in zip(captured, layer(), strict=True):
-        assert different(found, expected) == 0
 
 
 def test_a_sum_begins_with_its_first_row() -> None:

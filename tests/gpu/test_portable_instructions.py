@@ -22,14 +22,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ["sm80", "sm89", "sm120"]
-NOTHING_COLLECTED = 5  # pytest's exit status
-
-
+PORTABLE = sorted(path.stem for path in set(HERE.glob("test_portable_*.py")) - {Path(__file__)})
+BY_BF16 = (
+    *("test_portable_attention_forward", "test_portable_attention_backward"),
+    *("test_portable_attention_decode", "test_portable_gemm", "test_grouped_int8"),
+)
 OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def run(arch: str | None, *command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_OVERRIDE_ARCH"}
+    environment["JETRL_TESTS_WITHIN"] = "1"
     if arch is not None:
         environment["TRITON_OVERRIDE_ARCH"] = arch
     return subprocess.run(
@@ -60,30 +63,25 @@ def test_mma_sync_has_the_same_integers(arch: str, by_wgmma: dict[str, Any]) -> 
     assert by_mma["digest"] == by_wgmma["digest"]
 
 
+# A test per file, since compiling one takes up to minutes.
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm80", "sm120"])
-def test_kernels_arranged_for_another_gpu_have_the_same_bits(arch: str) -> None:
+@pytest.mark.parametrize("file", PORTABLE)
+def test_kernels_arranged_for_another_gpu_have_the_same_bits(file: str, arch: str) -> None:
     """Run the other tests of portable kernels, which compare with the references."""
-    tests = sorted(set(HERE.glob("test_portable_*.py")) - {Path(__file__)})
-    done = run(arch, "-m", "pytest", *OPTIONS, *tests)
-    if done.returncode == NOTHING_COLLECTED or not tests:
-        pytest.skip("no other tests of portable kernels")
+    done = run(arch, "-m", "pytest", *OPTIONS, HERE / f"{file}.py")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-BY_BF16 = (
-    *("portable_attention_forward", "portable_attention_backward", "portable_attention_decode"),
-    *("portable_gemm", "grouped_int8"),
-)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("arch", [None, "sm80"])
-@pytest.mark.parametrize("name", BY_BF16)  # apart, since compiling them together takes minutes
-def test_bf16_tensor_cores_have_the_bits_of_int8(name: str, arch: str | None) -> None:
+@pytest.mark.parametrize("file", BY_BF16)
+def test_bf16_tensor_cores_have_the_bits_of_int8(file: str, arch: str | None) -> None:
     """Run tests of attention, head and experts with the products of sm_103, by wgmma and mma.sync.
 
     They compare with the references. A plugin changes the capability before jetrl is imported.
     """
     plugin = ("-p", "tests.kernels.by_bf16")
-    done = run(arch, "-m", "pytest", *plugin, *OPTIONS, HERE / f"test_{name}.py")
+    done = run(arch, "-m", "pytest", *plugin, *OPTIONS, HERE / f"{file}.py")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]

@@ -64,6 +64,16 @@ FP8_CASES = {
     "one expert has all": Case(129, 1, 4, 128, 128, slice(2, 3)),
     "1000 tokens": Case(1000, 1, 5, 64, 64),
 }
+LARGE = {
+    "decode": Case(8, 8, 128, 1536, 2048),
+    "more sequences": Case(256, 8, 128, 1536, 2048),
+    "prefill": Case(2000, 8, 128, 256, 768),
+    "training": Case(6000, 8, 64, 320, 576),
+    "one expert has most": Case(5000, 2, 16, 200, 320, slice(3, 4)),
+    "OLMoE": Case(777, 8, 64, 2048, 1024),
+    "512 experts": Case(300, 10, 512, 128, 192),
+    "many rows": Case(70_000, 2, 3, 64, 64),
+}
 SQUARES = ((1, 64, 128), (3, 192, 320), (5, 200, 64))  # experts, N and K of a matrix
 TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
 
