@@ -145,10 +145,62 @@ def test_a_missing_or_wrong_column_of_parquet_is_named(tmp_path) -> None:
 def test_a_place_without_text_and_prompts_of_text_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="no file of text here"):
         text_task(tmp_path).split("train")
-    with pytest.raises(UserError, match="no file of text here"):
-        text_task(tmp_path / "missing.txt").split("train")
+    for missing in ("missing.txt", "missing", "openai/gsm8k"):
+        with pytest.raises(UserError, match=r"no such file or folder; give a file of text") as no:
+            text_task(tmp_path / missing)
+        assert "datasets" not in str(no.value)
     with pytest.raises(UserError, match="train on its documents with `jetrl sft`"):
         read_prompts(text_task(tmp_path), "train")
+
+
+@pytest.mark.parametrize("name", ["b.csv", "b.json", "b.txt", "b.jsonl", "b.parquet"])
+def test_a_broken_link_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=rf"{name}: .*(a link to a missing file; remove|No such)"):
+        text_task(tmp_path, test_share=1e-9).split("train")
+
+
+@pytest.mark.parametrize("name", ["b.TXT", "inner/b.Jsonl", "B.MD"])
+def test_a_suffix_in_upper_case_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / name).write_text("text\n")
+    asked = rf"{name}: not read; rename it to .\.{name.split('.')[1].lower()}, or"
+    places = [tmp_path / name, tmp_path]
+    for place in places:
+        with pytest.raises(UserError, match=asked):
+            text_task(place).split("train")
+    (tmp_path / "a.txt").write_text("text\n")
+    with pytest.raises(UserError, match=asked):
+        text_task(tmp_path, test_share=1e-9).split("train")
+
+
+def test_a_suffix_in_upper_case_is_refused_next_to_splits(tmp_path: Path) -> None:
+    for name in ("train.txt", "train.TXT"):
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(UserError, match=r"train\.TXT: not read; rename it to train\.txt"):
+        text_task(tmp_path).split("train")
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl"])
+def test_a_separator_that_no_line_is_is_refused(tmp_path: Path, name: str) -> None:
+    text = "one\n<|end|> \ntwo\n" if name == "train.txt" else '{"text": "<|end|>"}\n'
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"'<\|eot\|>': no line of a text file.*'train'"):
+        text_task(tmp_path, separator="<|eot|>").split("train")
+    if name == "train.txt":
+        assert text_task(tmp_path, separator="<|end|>").split("train").documents == 2
+
+
+def test_a_single_document_is_told_to_hold_nothing_out(tmp_path: Path) -> None:
+    (tmp_path / "only.md").write_text("text\n")
+    with pytest.raises(UserError, match=r"split 'test'.* set eval\.every = 0 to hold nothing out"):
+        text_task(tmp_path / "only.md", test_share=1e-9).split("test")
+    with pytest.raises(UserError, match=r"split 'train'.* lower it"):
+        text_task(tmp_path / "only.md", test_share=1 - 1e-9).split("train")
+    (tmp_path / "only.md").rename(tmp_path / "train.md")
+    with pytest.raises(UserError, match=r"no split 'test'.*with eval\.every = 0"):
+        text_task(tmp_path).split("test")
 
 
 def test_a_changed_text_has_another_digest(tmp_path) -> None:

@@ -169,7 +169,11 @@ def row_spans(file: Path, size: int) -> Iterator[Span]:
         for number, end in enumerate(itertools.accumulate(counts)):
             yield Span(file, number, number + 1, line=end - counts[number])
     else:
-        yield Span(file, 0, file.stat().st_size, 1)
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        yield Span(file, 0, size, 1)
 
 
 def span_rows(span: Span) -> Iterator[tuple[Row, str]]:
@@ -274,7 +278,14 @@ def _lines(file: Path, start: int = 0) -> Iterator[bytes]:
             lines.seek(start)
             yield from iter(lambda: lines.readline(MOST_TEXT + 1), b"")
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}") from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    """Return the error for a file that the system does not open, which names it."""
+    if file.is_symlink() and not file.exists():
+        return UserError(f"{file}: a link to a missing file; remove it, or restore the file")
+    return UserError(f"{file}: {error.strerror or error}")
 
 
 @contextlib.contextmanager

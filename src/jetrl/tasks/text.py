@@ -9,6 +9,7 @@ that is larger than a span is read as several, and only the last one ends.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from jetrl.tasks.dataset import field_value, parts_of
 from jetrl.tasks.rows import (
     SUFFIXES,
     Span,
-    check_path,
     check_whole,
     decoded,
     line_spans,
@@ -36,6 +36,7 @@ from jetrl.types import Prompt
 
 _TEXT_SUFFIXES = (".txt", ".md")
 _READ = (*_TEXT_SUFFIXES, *SUFFIXES)
+_FORMS = f"give a file of text, or a folder of such files: {', '.join(_READ)}"
 _SPAN = 2**25  # bytes of documents that are shuffled together
 _UNDIVIDED = 2**20  # half of the bytes at which a text file without separators is cut
 
@@ -91,10 +92,11 @@ class RawText(Task):
         test_share: HeldOutShare = 0.1,
         seed: int = 0,
     ) -> None:
-        if Path(path).suffix not in _TEXT_SUFFIXES:
-            check_path(path)
         self.path, self.column, self.separator = Path(path).expanduser(), column, separator
         self.test_share, self.seed = test_share, seed
+        self._found_separator = False
+        if not self.path.exists():
+            raise UserError(f"task.path = {path}: no such file or folder; {_FORMS}")
         folder = self.path.is_dir()
         named = split_files(self.path, _READ) if folder else {}
         self._files = named if "train" in named else {}
@@ -109,6 +111,8 @@ class RawText(Task):
         if self._files:
             check_whole(str(self.path), name, self._files[name])
         files = self._files.get(name) or self._all_files()
+        self._check_suffixes()
+        self._found_separator = False
 
         inherited: dict[Span, bool] = {}  # spans that continue a document are in its split
 
@@ -143,10 +147,16 @@ class RawText(Task):
                     digest.update(b"span")  # a checkpoint's place counts them
             if is_empty:
                 raise UserError(f"{file}: no text in it; remove it, or fill it")
+        if self.separator is not None and not self._found_separator:
+            raise UserError(
+                f"task.options.separator = {self.separator!r}: no line of a text file says only "
+                f"this (split {name!r}); correct it, leave it out, or end a document with it"
+            )
         if not spans:
+            other = "lower it" if name == "train" else "set eval.every = 0 to hold nothing out"
             raise UserError(
                 f"task.path = {self.path}: no document in split {name!r} (task.options.test_share "
-                f"= {self.test_share:g}); add documents, or a file for each split"
+                f"= {self.test_share:g}); add documents, or a file for each split, or {other}"
             )
         return TextSplit(tuple(spans), documents, characters, digest.hexdigest(), read)
 
@@ -156,12 +166,22 @@ class RawText(Task):
         else:
             files = [self.path] if self.path.suffix in _READ and self.path.exists() else []
         if not files:
-            known = ", ".join(_READ)
-            raise UserError(
-                f"task.path = {self.path}: no file of text here; give one, or a folder of such "
-                f"files: {known}"
-            )
+            self._check_suffixes()
+            raise UserError(f"task.path = {self.path}: no file of text here; {_FORMS}")
         return files
+
+    def _check_suffixes(self) -> None:
+        """Raise UserError for a file such as a.TXT, which would not be read."""
+        found: Iterable[Path] = [self.path]
+        if self._files:
+            found = itertools.chain(self.path.glob("*"), (self.path / "data").glob("*"))
+        elif self.path.is_dir():
+            found = self.path.rglob("*")
+        for file in found:
+            suffix = file.suffix.lower()
+            if suffix != file.suffix and suffix in _READ:
+                name = file.with_suffix(suffix).name
+                raise UserError(f"{file}: not read; rename it to {name}, or remove it")
 
     def _split_of(self, text: str) -> str:
         """Return the split of a document by its text, so that equal ones are in the same."""
@@ -208,6 +228,7 @@ class RawText(Task):
         for line, number in span_lines(span):
             text = decoded(line, f"{span.file}, line {number}", number == 1)
             if self._separates(line):
+                self._found_separator = True
                 yield Document("".join(lines), where)
                 lines, where = [], f"{span.file}, line {number + 1}"
             else:
