@@ -162,6 +162,28 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     assert "it fits with reference.offload=true" in refused(least, "algorithm.kl=0.1", recomputed)
 
 
+def test_saved_codes_are_proposed_if_the_plan_and_the_layers_have_them() -> None:
+    """They are the cheapest change; what refuses them keeps its other ways, by more GPUs too."""
+    codes = {"precision.saved": "int8"}
+    load, compact = Workload(256, 4096, 256, 8192), "train.optimizer_states=compact"
+    coded = settings(compact, "precision.saved=int8")
+    least = planned(coded, LARGE, load=load, free=GIB, tokens=1024)
+
+    def ways(config: ModelConfig, free: int, *words: str) -> list[dict[str, object]]:
+        run = PlannedRun(settings(*words), config, OtherModels(), load)
+        with pytest.raises(DoesNotFitError) as error:
+            check_fits(run, free)
+        return [way.changes for way in error.value.ways if "adapter.kind" not in way.changes]
+
+    assert ways(LARGE, least.needed, compact)[0] == codes
+    experts = ModelConfig.from_hf(SHAPES["qwen3-30b-a3b"])
+    gpus = [*ways(LARGE, 60 * GIB, "precision.preset=bf16"), *ways(experts, 300 * GIB)]
+    gpus += ways(LARGE, 60 * GIB, "precision.preset=integer")
+    assert len(gpus) >= 3
+    assert all("precision.saved" not in changes for changes in gpus)
+    assert codes not in ways(LARGE, 60 * GIB, compact, "precision.saved=int8")
+
+
 GRAPHS = "graphs of updates"
 
 

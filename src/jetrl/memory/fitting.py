@@ -13,7 +13,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.graphs import NotCapturedError
 from jetrl.memory.plan import GIB, MemoryPlan, PlannedRun, shown
-from jetrl.precision.formats import NVFP4
+from jetrl.precision.formats import INT8, NVFP4
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
@@ -231,6 +231,11 @@ def _remedies(run: PlannedRun) -> Iterator[Changes]:
         yield {"train.optimizer_states": "compact"}
     if run.load.of_a_rank(settings, run.cards).sequences > _FEW_SEQUENCES:
         yield {"rollout.max_batch_size": _FEW_SEQUENCES}
+    codes: Changes = {"precision.saved": INT8.name}
+    is_off = PrecisionPlan.from_settings(settings.precision).saved == "off"
+    halves = [half for layer in run.config.layers for half in (layer.mixer, layer.block)]
+    if is_off and all(half.saved_codes for half in halves) and _changed(run, codes, run.cards):
+        yield codes
     if not train.activation_checkpointing:
         # `train.graphs = on` would refuse it.
         yield {"train.activation_checkpointing": True, **(eager if train.graphs == "on" else {})}
