@@ -6,8 +6,9 @@
 64 clients ask at once: text or token ids, whole or as a stream, of one or two choices. Every other
 request repeats one of 200, the rest are new. One in a hundred closes the connection before the end.
 All answers to a repeated request have to be the same, and those of `RolloutEngine.generate`; so do
-those to one in a hundred of the new ones. Afterwards no page, slot or place in the queue is held,
-no request is lost, and memory has not grown.
+those to one in a hundred of the new ones. A request without an answer, or with one that has not the
+choices and tokens it asked for, is lost: it is counted, and the soak continues. Afterwards no page,
+slot or place in the queue is held, no request is lost, and memory has not grown.
 """
 
 from __future__ import annotations
@@ -74,8 +75,13 @@ def asked(number: int, longest: int) -> Asked:
     return "/v1/completions", {"prompt": prompt, "return_token_ids": True, "stream": stream, **more}
 
 
-def token_ids(reply: httpx2.Response) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of all choices of an answer, whole or streamed."""
+def token_ids(reply: httpx2.Response, body: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of all choices of an answer, whole or streamed.
+
+    Raises LostError for an answer that is none to the request's body.
+    """
+    if reply.status_code != 200:
+        raise LostError(f"status {reply.status_code}: {reply.text:.200}")
     if reply.headers["Content-Type"] == "application/json":
         bodies = [reply.json()]
     else:
@@ -84,7 +90,16 @@ def token_ids(reply: httpx2.Response) -> tuple[tuple[int, ...], ...]:
     ids: dict[int, list[int]] = {}
     for choice in [choice for body in bodies for choice in body["choices"]]:
         ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+    params, counts = body.get("sampling_params", body), [len(tokens) for tokens in ids.values()]
+    if sorted(ids) != list(range(params["n"])):
+        raise LostError(f"choices {sorted(ids)}, asked for {params['n']}")
+    if not all(1 <= count <= params["max_tokens"] for count in counts):
+        raise LostError(f"choices of {counts} tokens, asked for 1 to {params['max_tokens']}")
     return tuple(tuple(ids[index]) for index in sorted(ids))
+
+
+class LostError(Exception):
+    """A request has no answer, or a wrong one."""
 
 
 class Soak:
@@ -106,31 +121,37 @@ class Soak:
 
     async def _client(self, client: httpx2.AsyncClient) -> None:
         for number in self._left:
-            if number % ONE_LEAVES_OF == ONE_LEAVES_OF // 2:
-                await self._leave(client, stream=number % (2 * ONE_LEAVES_OF) < ONE_LEAVES_OF)
-                continue
-            kind = number if number // KINDS % 2 else number % KINDS
-            path, body = asked(kind, self._longest)
-            reply = await client.post(path, json=body)
-            assert reply.status_code == 200, reply.text
-            answer = token_ids(reply)
-            if kind < KINDS or kind % ONE_CHECKED_OF == 1:
-                self.answers.setdefault(kind, set()).add(answer)
-            self.counts["answered"] += 1
+            try:
+                self.counts[await self._request(client, number)] += 1
+            except Exception as error:  # whatever went wrong: the request is lost, the rest go on
+                print(f"request {number} is lost: {error!r}", file=sys.stderr)
             if number % self._looked_at == 0:
                 self.held.append((number, memory_mib()))
 
-    async def _leave(self, client: httpx2.AsyncClient, stream: bool) -> None:
+    async def _request(self, client: httpx2.AsyncClient, number: int) -> str:
+        """Make a request; return how it ended, or raise if it is lost."""
+        if number % ONE_LEAVES_OF == ONE_LEAVES_OF // 2:
+            return await self._leave(client, stream=number % (2 * ONE_LEAVES_OF) < ONE_LEAVES_OF)
+        kind = number if number // KINDS % 2 else number % KINDS
+        path, body = asked(kind, self._longest)
+        answer = token_ids(await client.post(path, json=body), body)
+        if kind < KINDS or kind % ONE_CHECKED_OF == 1:
+            self.answers.setdefault(kind, set()).add(answer)
+        return "answered"
+
+    async def _leave(self, client: httpx2.AsyncClient, stream: bool) -> str:
         """Ask for a long answer, and close the connection before its end."""
         body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": stream}
         if stream:
             async with client.stream("POST", "/v1/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    raise LostError(f"status {reply.status_code}")
                 await anext(reply.aiter_lines())
-        else:
-            with contextlib.suppress(httpx2.ReadTimeout):
-                await client.post("/v1/completions", json=body, timeout=0.1)
-                raise AssertionError("500 tokens in 0.1 s: nothing was broken off")
-        self.counts["streams left" if stream else "answers left"] += 1
+            return "streams left"
+        with contextlib.suppress(httpx2.ReadTimeout):
+            await client.post("/v1/completions", json=body, timeout=0.1)
+            raise LostError("500 tokens in 0.1 s: nothing was broken off")
+        return "answers left"
 
 
 def memory_mib() -> float:
@@ -212,8 +233,14 @@ def soak(policy: Policy, requests: int, longest: int = 12) -> dict[str, Any]:
     return facts
 
 
+def broken(facts: dict[str, Any]) -> list[str]:
+    """Return the names of the facts that are not as they should be."""
+    grown = ["growth_mib"] * (facts["growth_mib"] > MAX_GROWTH_MIB)
+    return [*(name for name in MUST_BE_ZERO if facts[name]), *grown]
+
+
 def main() -> int:
-    """Run the soak, and return 1 if something was left or differed."""
+    """Run the soak, and return 1 if something was lost, left or differed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--longest", type=int, default=12, help="most tokens of an answer")
@@ -224,7 +251,10 @@ def main() -> int:
     if args.out is not None:
         command = command_typed("python tests/reliability/soak_serve.py", None)
         write_results(args.out, "soak_serve", command, [facts])
-    return int(any(facts[name] for name in MUST_BE_ZERO) or facts["growth_mib"] > MAX_GROWTH_MIB)
+    names = broken(facts)
+    if names:
+        print(f"not as it should be: {', '.join(names)}", file=sys.stderr)
+    return int(bool(names))
 
 
 if __name__ == "__main__":

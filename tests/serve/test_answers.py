@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from typing import Any
 
 import httpx2
@@ -159,6 +161,37 @@ def test_64_clients_of_whom_some_leave() -> None:
     assert counts == [158, 1, 1]
     assert facts["compared_requests"] == 158
     assert [name for name in soak_serve.MUST_BE_ZERO if facts[name]] == []
+
+
+def test_the_soak_counts_lost_requests_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request fails in the server, and another one gets an answer without choices."""
+    made, numbers = soak_serve.make_app, itertools.count()
+
+    def make_app(*given: Any) -> Any:
+        app = made(*given)
+
+        async def planted(scope: Any, receive: Any, send: Any) -> None:
+            number = next(numbers) if scope["type"] == "http" else -1
+            if number == 7:
+                raise RuntimeError("planted")
+            if number != 11:
+                return await app(scope, receive, send)
+            empty = b'{"choices": []}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"15")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            return await send({"type": "http.response.body", "body": empty})
+
+        return planted
+
+    monkeypatch.setattr(soak_serve, "make_app", make_app)
+    facts = soak_serve.soak(soak_serve.tiny_policy(), requests=48) | {"growth_mib": 0.0}
+    assert (facts["lost"], facts["answered"], facts["compared_requests"]) == (2, 46, 46)
+    assert soak_serve.broken(facts) == ["lost"]
+    monkeypatch.setattr(soak_serve, "soak", lambda *_: facts)
+    monkeypatch.setattr(sys, "argv", ["soak_serve.py"])
+    assert soak_serve.main() == 1
+    facts["lost"] = 0
+    assert soak_serve.main() == 0
 
 
 def test_a_client_that_leaves_frees_its_pages(serve: Serve, wait_until: Any) -> None:
