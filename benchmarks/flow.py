@@ -3,7 +3,7 @@
 The parts are those of a run: `RolloutEngine` and `Trainer`, with the KV cache freed before an
 update. Trials find the largest micro-batch, in whole sequences and up to 16384 tokens: two
 micro-batches (the second adds to existing gradients) must run next to the optimizer states, with
-256 MiB to spare. If not even one sequence fits, layers are recomputed.
+1 GiB to spare. If not even one sequence fits, layers are recomputed.
 
 With several ranks, each samples its share of the prompts and all train together, as in a run. The
 memory plan sizes the micro-batches then, without trials.
@@ -48,7 +48,7 @@ from jetrl.training.trainer import TrainedStep, Trainer
 from jetrl.types import Completion, PromptInputs, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
-_SPARE_BYTES = 2**28  # for what a longer update holds beside what was tried
+_SPARE_BYTES = 2**30  # for graphs that are captured later, and holes
 _WARM_TOKENS = 24  # of each completion of the rollout that warms up
 
 
