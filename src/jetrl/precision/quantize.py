@@ -138,20 +138,20 @@ def quantize(
         raise ValueError(f"quantize takes [..., M, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
     dtype, maximum = FORMATS[format]
     # The stored scale, and the multiplier: each is the result of one division.
-    groups = _group(x.float(), block)
+    groups = grouped(x.float(), block)
     amax = groups.abs().amax(dim=(-3, -1), keepdim=True)
     amax = torch.maximum(amax, amax.new_tensor(AMAX_FLOOR))
     # Divide by a tensor: for a Python number torch multiplies by a rounded reciprocal.
     top = amax.new_tensor(maximum)
     stored = amax / top
     if scales == "pow2":
-        stored = _round_up_to_power_of_two(stored)
+        stored = power_of_two_above(stored)
         multiplier = stored.reciprocal()  # exact for a power of two
     else:
         multiplier = top / amax
     # Rounding may exceed the maximum, so saturate. NaN passes the clamp.
     codes = (groups * multiplier).clamp(-maximum, maximum)
-    codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
+    codes = ungrouped(codes)[..., : x.shape[-2], : x.shape[-1]]
     if dtype == torch.int8:
         codes = codes.nan_to_num(nan=0.0).round()  # conversion to int8 would truncate
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
@@ -161,9 +161,9 @@ def dequantize(q: QTensor | Planes) -> Tensor:
     """Return float32 [..., M, K]: each code times its group's scale, and rotated back."""
     if isinstance(q, Planes):
         return rotate(q.codes().float() * q.scales)
-    groups = _group(q.codes.float(), q.block)
+    groups = grouped(q.codes.float(), q.block)
     values = groups * q.scales[..., :, None, :, None]
-    values = values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]
+    values = ungrouped(values)[..., : q.shape[-2], : q.shape[-1]]
     if not q.rotated:
         return values
     return rotate(values) if q.block[0] == 1 else rotate(values.mT).mT
@@ -209,7 +209,7 @@ def _values_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).double().to(device)
 
 
-def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
+def grouped(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return [..., M, K] as [..., M/bm, bm, K/bk, bk], padded with zeros up to whole groups."""
     rows, columns = block
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
@@ -218,7 +218,12 @@ def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
     return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 
 
-def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+def ungrouped(groups: Tensor) -> Tensor:
+    """Return [..., M/bm, bm, K/bk, bk] as [..., M, K]."""
+    return groups.flatten(-4, -3).flatten(-2, -1)
+
+
+def power_of_two_above(scale: Tensor) -> Tensor:
     """Return the smallest powers of two that are not below float32 scales; NaN and Inf stay."""
     mantissa, exponent = torch.frexp(scale)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
@@ -240,14 +245,20 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
     for start in range(0, len(x), step):
         part = x[start : start + step].contiguous()
         begin = (first_row + start) * part.shape[1]
-        places = torch.arange(begin, begin + part.numel(), device=x.device).int()
-        draws = places ^ (zlib.crc32(name.encode()) - (1 << 31))
-        for factor, shift in ((-1640531535, 15), (-2048144777, 13), (-1028477379, 16)):
-            draws = draws * factor
-            draws ^= (draws >> shift) & ((1 << 32 - shift) - 1)
+        key = zlib.crc32(name.encode()) - (1 << 31)
+        draws = draw_bits(begin, part.numel(), key, x.device)
         own = part.view(torch.int32)
         bits = own + (draws & 0xFFFF).view(part.shape)
         # A sum could carry out of a NaN's fraction, and its upper half alone may be Inf.
         bits = torch.where(part.isnan(), own | 0x400000, bits)
         rounded[start : start + step] = (bits & -0x10000).view(torch.float32)
     return rounded
+
+
+def draw_bits(begin: int, count: int, key: int, device: torch.device) -> Tensor:
+    """Return random bits, int32 [count], of the places from `begin` on, by an int32 key."""
+    draws = torch.arange(begin, begin + count, device=device).int() ^ key
+    for factor, shift in ((-1640531535, 15), (-2048144777, 13), (-1028477379, 16)):
+        draws = draws * factor
+        draws ^= (draws >> shift) & ((1 << 32 - shift) - 1)
+    return draws

@@ -1,0 +1,35 @@
+"""Block formats on CUDA tensors have the bits of the CPU: the same plain PyTorch runs on both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.kernels.bits import different, random
+
+from jetrl.precision.block_formats import BLOCK_FORMATS, BlockFormat, block_values, quantize_blocks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda f: f.words)
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("key", [None, (0, "policy", 3, 1, "dgrad")], ids=["nearest", "draws"])
+def test_values_are_those_of_a_cpu(
+    format: BlockFormat, rotated: bool, key: tuple[int | str, ...] | None
+) -> None:
+    x = random(1040, 512) * random(1040, 512, seed=1).mul(4).exp2()
+    x[0], x[1, :32], x[2, 5], x[64, 3] = 0.0, 0.0, 2.0**-140, math.nan
+    for values in (x, x.bfloat16(), x[:32] * 1e36):
+        found = block_values(values.cuda(), format, key, rotated).cpu()
+        assert different(found, block_values(values, format, key, rotated)) == 0
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda f: f.words)
+def test_bytes_of_all_bf16_values_are_those_of_a_cpu(format: BlockFormat) -> None:
+    every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(-1, 64)
+    finite = every[every.float().isfinite().all(1)][:1008]
+    found, expected = (quantize_blocks(x, format).packed() for x in (finite.cuda(), finite))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert different(ours.cpu(), theirs) == 0
