@@ -7,9 +7,10 @@ A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts have 1 to 400 tokens, and e
 the last of fewer) has LONG. The sampler runs them in one batch, the trainer in others, and every
 token is compared.
 
-`--updates N` first runs N updates, on sampled tokens with random rewards. `--proof` first times the
-check at the start of a run twice; the first time includes compilation of kernels that are not
-cached. The JSON is written after each row.
+`--updates N` first runs N updates, on sampled tokens with random rewards. With `--adapter-rank R`
+adapters on a frozen base are compared, which begin with random A and B, not zero. `--proof` first
+times the check at the start of a run twice; the first time includes compilation of kernels that are
+not cached. The JSON is written after each row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.harness import add_shape_arguments, bench_parser, command_typed, write_results
+from benchmarks.harness import (
+    add_adapter_argument,
+    add_shape_arguments,
+    bench_parser,
+    command_typed,
+    write_results,
+)
 from benchmarks.loads import Load, make_samples, random_rewards
 from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
 
@@ -123,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser("parity", __doc__)
     add_shape_arguments(parser)
     add_plan_argument(parser)
+    add_adapter_argument(parser)
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
     parser.add_argument("--updates", type=int, default=0, help="before the loads; default: 0")
     parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
@@ -132,13 +140,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
-        rows.append({"shape": args.shape, **row})
+        rows.append({"shape": args.shape, "adapter_rank": args.adapter_rank, **row})
         print(json.dumps(rows[-1]), flush=True)
         if args.out is not None:
             write_results(args.out, "parity", command_typed("jetrl bench parity", argv), rows)
 
     for plan in plans_of(args):
-        policy = make_policy(args.shape, plan, args.device, args.layers)
+        policy = make_policy(args.shape, plan, args.device, args.layers, args.adapter_rank)
         if args.proof:
             add(prove(policy))
         if args.updates:

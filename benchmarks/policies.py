@@ -24,6 +24,7 @@ from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.settings.sections import RolloutSettings
 
 ALPHA = 32.0  # of adapters
+_ALL = ".*"  # target layers: all linear layers, also those of experts
 _BACKEND = "backend="
 
 
@@ -107,7 +108,8 @@ def make_policy(
     chosen = plan_of(plan)
     select_backend(backend_of(plan), defined=chosen.defined)
     shape_of = ModelConfig.from_hf(config)
-    adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
+    lora = LoRA(adapter_rank, ALPHA, targets=_ALL)
+    adapter = Adapter.new(shape_of, lora, seed=0) if adapter_rank else None
     # Drawn on the GPU also for plans whose runs draw on the CPU: that takes minutes at 8B.
     weights = RandomWeights(shape_of, 0, device)
     source = ModelSource(shape_of, lambda _: weights, adapter=adapter)
