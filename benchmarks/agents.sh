@@ -24,6 +24,10 @@ case ${1:-} in
 # The server next to `generate` at the shape of an 8B model, 64 and 256 clients; 240 s, 40 GiB.
 serve)
     bench serve serve --shape qwen3-8b ;;
+# The same load on vLLM's server, which is installed in addition: BF16, and FP8; 400 s.
+serve-vllm)
+    "$python" -m benchmarks.vllm_serve --shape qwen3-8b --quantization none --quantization fp8 \
+        --out "$out/serve_vllm.json" ;;
 # The same with SmolLM2, whose steps are short and whose tokens become text; 120 s.
 serve-small)
     bench serve_smollm2 serve --model "$model" ;;

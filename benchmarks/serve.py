@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,26 @@ Answer = tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompts, and the tokens of each answer."""
+    """Prompts, the tokens of each answer, and fields of the requests besides."""
 
     prompts: list[list[int]]
     lengths: list[int]
+    fields: dict[str, Any]
 
     @classmethod
-    def random(cls, vocabulary: int, count: int, prompt: int, response: int) -> Asked:
+    def random(
+        cls, vocabulary: int, count: int, prompt: int, response: int, **fields: Any
+    ) -> Asked:
         rng = np.random.default_rng(0)
         prompts = rng.integers(0, vocabulary, (count, prompt)).tolist()
         shortest = -(-response // 2)
-        return cls(prompts, rng.integers(shortest, response, count, endpoint=True).tolist())
+        lengths = rng.integers(shortest, response, count, endpoint=True).tolist()
+        return cls(prompts, lengths, fields)
 
     def bodies(self, stream: bool) -> list[str]:
         """Return the bodies of requests."""
-        common = {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, "seed": _SEED}
-        common |= {"stream": stream}
+        common = {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, "stream": stream}
+        common |= self.fields
         return [
             json.dumps({"prompt": prompt, "max_tokens": length, **common})
             for prompt, length in zip(self.prompts, self.lengths, strict=True)
@@ -134,7 +139,11 @@ def measure(policy: Policy, clients: int, args: argparse.Namespace) -> list[Row]
     """Return the rows of whole answers and of streams for a number of clients."""
     longest = args.prompt_length + args.response_length
     asked = Asked.random(
-        policy.config.vocab_size, clients * args.each, args.prompt_length, args.response_length
+        policy.config.vocab_size,
+        clients * args.each,
+        args.prompt_length,
+        args.response_length,
+        seed=_SEED,
     )
     engine = RolloutEngine(
         policy,
@@ -185,23 +194,26 @@ def served(
     engine: RolloutEngine, asked: Asked, clients: int, stream: bool
 ) -> tuple[float, Any, list[float]]:
     """Ask a server over the engine, which ends with it; see `ask`."""
+    with serving(engine, clients) as port:
+        return ask(port, asked, clients, stream)
+
+
+@contextmanager
+def serving(engine: RolloutEngine, clients: int) -> Iterator[int]:
+    """Serve the engine; yields the port."""
     listening = listen("127.0.0.1", 0, "the benchmark")
     source = EngineSource(engine, engine.policy, max_choices=2 * clients)
     source.start()
     server = ServerThread(make_app(source, Served("m", source.tokenizer, ""), Limits()), listening)
     try:
-        return ask(listening.getsockname()[1], asked, clients, stream)
+        yield listening.getsockname()[1]
     finally:
         server.close()
         source.close()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench serve`."""
-    parser = bench_parser("serve", __doc__)
-    add_shape_arguments(parser)
-    parser.add_argument("--model", help="a model's directory, in place of --shape")
-    add_plan_argument(parser)
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the load, which `benchmarks.vllm_serve` shares."""
     for name, default, words in (
         ("prompt-length", 256, "tokens"),
         ("response-length", 256, "tokens, at most"),
@@ -210,6 +222,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words}; {default}")
     parser.add_argument("--clients", type=int, action="append", help="repeatable; default 64, 256")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench serve`."""
+    parser = bench_parser("serve", __doc__)
+    add_shape_arguments(parser)
+    parser.add_argument("--model", help="a model's directory, in place of --shape")
+    add_plan_argument(parser)
+    add_load_arguments(parser)
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
     parser.add_argument("--out", default="build/bench/serve.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)

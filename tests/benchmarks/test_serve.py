@@ -7,7 +7,8 @@ import argparse
 from benchmarks.flow import Choices, policy_of
 from benchmarks.loads import Load
 
-from benchmarks import serve, train
+from benchmarks import serve, train, vllm_serve
+from jetrl.rollout.engine import RolloutEngine
 
 CHOICES = Choices("tiny", "cpu", 1, 1e-3, 48, None, {})
 
@@ -22,6 +23,16 @@ def test_the_server_answers_as_generate_does() -> None:
     for row in rows:
         assert 6 * 3 <= row["tokens"] <= 6 * 6
         assert row["of_generate"] > 0
+
+
+def test_another_server_gets_the_same_load() -> None:
+    policy = policy_of("int8", CHOICES)
+    asked = serve.Asked.random(policy.config.vocab_size, 6, 8, 6, return_tokens_as_token_ids=True)
+    engine = RolloutEngine(policy, max_batch_size=3, num_pages=4, max_model_len=14)
+    with serve.serving(engine, 3) as port:
+        rows = list(vllm_serve.measure(port, asked, clients=3, rounds=1))
+    assert [(row["answers"], row["requests"]) for row in rows] == [("whole", 6), ("stream", 6)]
+    assert all(row["tokens"] == sum(asked.lengths) for row in rows)
 
 
 def test_the_parts_of_an_update_that_learns_from_a_teacher() -> None:
