@@ -1,5 +1,5 @@
 #!/bin/sh
-# The endpoint, distillation and replay on one GPU, one name a call:
+# The endpoint, distillation, replay, and reference and reward models on one GPU, one name a call:
 #
 #     sh benchmarks/agents.sh NAME [OUT]
 #
@@ -44,11 +44,17 @@ opd-9-layers)
 replay)
     [ -d build/letters ] || "$python" -m benchmarks.letter_counts build/letters --steps 4 6
     JOBS=${JOBS:-10} sh benchmarks/one_gpu.sh study benchmarks/study/replay.toml 9 ;;
+# The pass of a reference of 8B in BF16 and in eight bits, and the change of the KL term: 64 samples of
+# 1,024 tokens; 200 s, 40 GiB.
+frozen)
+    bench frozen frozen --shape qwen3-8b --plan bf16 --plan int8 --plan unified ;;
 # Without a GPU: these commands with a tiny model.
 try)
     tiny="--shape tiny --layers 1 --device cpu --plan int8"
     bench try-serve serve $tiny --clients 3 --each 2 --rounds 1 --prompt-length 8 \
         --response-length 8
+    bench try-frozen frozen --shape tiny --layers 1 --device cpu --plan bf16 --plan int8 \
+        --plan unified --prompts 2 --samples 2 --prompt-length 8 --response-length 8 --rounds 1
     bench try-opd train $tiny $teachers --prompts 2 --samples 2 --prompt-length 8 \
         --response-length 16 --tokens-per-micro-batch 48 ;;
 *)

@@ -25,7 +25,7 @@ RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
 OPERATIONS = ("attention", "head", "layer", "norm", "products")
 FLOWS = (
-    *("experts", "graphs", "mismatch", "parity"),
+    *("experts", "frozen", "graphs", "mismatch", "parity"),
     *("rollout", "serve", "speculation", "step", "train"),
 )
 GPU_ALONE = ("rollout",)  # the others take --device cpu, to try them
