@@ -31,8 +31,9 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.loads import Load, make_samples, random_rewards
-from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
+from benchmarks.policies import add_plan_argument, make_policy, plan_facts, plans_of
 
+from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.parity import check_policy, failures, located, measure
@@ -52,7 +53,7 @@ def prove(policy: Policy) -> dict[str, Any]:
         checks = check_policy(policy)
         seconds.append(round(time.perf_counter() - began, 2))
     return {
-        "plan": plan_words(policy.plan),
+        **plan_facts(policy),
         "proof_s": seconds,
         "checks": len(checks),
         "broken": failures(checks),
@@ -77,7 +78,7 @@ def update(policy: Policy, count: int) -> dict[str, Any]:
         norm = trainer.step(samples).metrics["policy/grad_norm"]
     for master in policy.master_weights().values():
         master.grad = None
-    return {"plan": plan_words(policy.plan), "updates": count, "last_grad_norm": norm}
+    return {**plan_facts(policy), "updates": count, "last_grad_norm": norm}
 
 
 def prompts_of(policy: Policy, load: tuple[int, int, int]) -> list[list[int]]:
@@ -117,7 +118,7 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
     """Return the row of one load on one policy."""
     batch, tokens, long = load
     return {
-        "plan": plan_words(policy.plan),
+        **plan_facts(policy),
         "layers": policy.config.num_layers,
         "sequences": batch,
         "longest_context": long + tokens,
@@ -155,3 +156,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             batch, tokens, long = (int(number) for number in load.split("x"))
             add(run(policy, (batch, tokens, long)))
         del policy
+        release()

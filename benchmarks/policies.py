@@ -17,7 +17,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.backend import select_backend
+from jetrl.precision.backend import backend_for, select_backend
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
@@ -55,6 +55,11 @@ def options_of(plan: PrecisionPlan) -> dict[str, str]:
 def plan_words(plan: PrecisionPlan) -> str:
     """Return a plan as `plan_of` reads it."""
     return " ".join([plan.name, *(f"{key}={value}" for key, value in options_of(plan).items())])
+
+
+def plan_facts(policy: Policy) -> dict[str, str]:
+    """Return the columns of a row that name a policy's plan, and the backend of its kernels."""
+    return {"plan": plan_words(policy.plan), "backend": backend_for(policy.device).name}
 
 
 def add_plan_argument(parser: argparse.ArgumentParser, *others: str) -> None:

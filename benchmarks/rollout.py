@@ -40,10 +40,11 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.loads import TAILED, tailed_load
-from benchmarks.policies import add_plan_argument, make_policy, plan_words, plans_of
+from benchmarks.policies import add_plan_argument, make_policy, plan_facts, plans_of
 from benchmarks.timing import copy_bandwidth
 
 from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.memory.out_of_memory import release
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
@@ -133,7 +134,7 @@ def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
     floor = weight_bytes(policy)
     floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan.on("rollout")))
     row: Row = {
-        "plan": plan_words(policy.plan),
+        **plan_facts(policy),
         "kv": policy.plan.kv,
         "base": policy.plan.base,
         "sequences": batch,
@@ -233,7 +234,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
     floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
     owners = [prompts[i // load.samples] for i in range(count)]
     return {
-        "plan": plan_words(policy.plan),
+        **plan_facts(policy),
         "kv": policy.plan.kv,
         "base": policy.plan.base,
         "load": name,
@@ -374,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.load:
             add(run_tailed(policy, args.load))
         del policy
-        torch.cuda.empty_cache()
+        release()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
-from benchmarks.policies import add_plan_argument, make_policy, plan_of, plan_words, plans_of
+from benchmarks.policies import add_plan_argument, make_policy, plan_facts, plan_of, plans_of
 from benchmarks.rollout import capture_graphs
 
 from benchmarks import serve_clients
@@ -172,7 +172,7 @@ def measure(policy: Policy, clients: int, args: argparse.Namespace) -> list[Row]
     medians = {way: statistics.median(times[1:]) for way, times in taken.items()}
     return [
         {
-            "plan": plan_words(policy.plan),
+            **plan_facts(policy),
             "clients": clients,
             "answers": way,
             "requests": len(asked.prompts),

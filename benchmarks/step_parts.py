@@ -12,7 +12,7 @@ import torch
 from benchmarks.flow import Choices, Flow, codes_of, share_changed
 from benchmarks.harness import Row
 from benchmarks.loads import Load, flops
-from benchmarks.policies import plan_words
+from benchmarks.policies import plan_facts
 from torch import Tensor
 
 from jetrl.distributed.checksum import checksum_lines
@@ -101,7 +101,7 @@ def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
 def warm_row(flow: Flow, choices: Choices) -> Row:
     """Return the part of a row that is known after the warm-up."""
     return {
-        "plan": plan_words(flow.policy.plan),
+        **plan_facts(flow.policy),
         "adapter_rank": choices.adapter_rank,
         "base": flow.policy.plan.base,
         "ranks": world().size,

@@ -43,7 +43,7 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.loads import Load, flops
-from benchmarks.policies import plan_words, plans_of
+from benchmarks.policies import plan_facts, plans_of
 from benchmarks.step import add_arguments, choices_of, limit_of
 from benchmarks.timing import idle_pieces, mark, milliseconds_between, watched
 
@@ -75,7 +75,7 @@ def measure(
     passes = whole - timings["optimizer"] - timings["requantize"]
     needed = flops(flow.policy.config, load)
     row: Row = {
-        "plan": plan_words(policy.plan),
+        **plan_facts(policy),
         "teacher": choices.teacher,
         "load": str(load),
         "settings": flow.chosen,
