@@ -6,9 +6,14 @@ import math
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES
 from tests.kernels.bits import different, random
 
+from jetrl import Policy
+from jetrl.models.packed import ForwardInputs
+from jetrl.precision import PrecisionPlan
 from jetrl.precision.block_formats import BLOCK_FORMATS, BlockFormat, block_values, quantize_blocks
+from jetrl.session.parity import measure
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +38,23 @@ def test_bytes_of_all_bf16_values_are_those_of_a_cpu(format: BlockFormat) -> Non
     found, expected = (quantize_blocks(x, format).packed() for x in (finite.cuda(), finite))
     for ours, theirs in zip(found, expected, strict=True):
         assert different(ours.cpu(), theirs) == 0
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("weight_block", ["16x16", "1x16"])
+def test_both_sides_of_the_plan_agree_and_layers_can_be_recomputed(weight_block: str) -> None:
+    options = {"first_layers_bf16": 0, "last_layers_bf16": 0, "weight_block": weight_block}
+    plan = PrecisionPlan.preset("nvfp4").replace(**options)
+    p = Policy.from_config(SHAPES["tiny"], plan=plan, seed=0, device="cuda")
+    assert measure(p, num_prompts=12, samples=4, max_tokens=64).different == 0
+    ids, ends = torch.arange(300, device="cuda") * 7 % 256, torch.tensor([0, 170, 300])
+    inputs, targets = ForwardInputs.packed(ids.cpu(), ends).to("cuda"), torch.arange(1, 300)
+    found = []
+    for recomputed in (False, True):
+        logprobs, _ = p.train_logprobs(inputs, ends, targets.cuda(), 1.0, recomputed)
+        logprobs.mean().backward()
+        found.append({name: master.grad for name, master in p.master_weights().items()})
+        for master in p.master_weights().values():
+            master.grad = None
+    assert found[0].keys() == found[1].keys()
+    assert {n for n, g in found[0].items() if different(g, found[1][n])} == set()

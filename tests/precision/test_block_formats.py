@@ -141,6 +141,7 @@ def test_stochastic_rounding_is_unbiased(format: BlockFormat) -> None:
     x = row.expand(n, 64)
     single = quantize_blocks(row, format, torch.full((1, 64), 1.0)).values.double()
     raised = quantize_blocks(row, format, torch.zeros(1, 64)).values.double()
+    assert raised[0, 3] == 0  # a value that is a code stays
     distance, wide = raised - single, row.double()
     share = torch.where(distance > 0, (wide - single) / distance, 0.0)
     assert ((share >= 0) & (share < 1)).all()

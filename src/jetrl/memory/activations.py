@@ -24,6 +24,7 @@ from jetrl.models.block import LayerHalf, SavedCodes
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import TRITON, rows_at_once
+from jetrl.precision.block_formats import ROUNDING_BYTES, VALUES_AT_ONCE
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.int8_planes import rows_per_chunk
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
@@ -205,7 +206,7 @@ def layer_backward_bytes(
 ) -> int:
     tokens, hidden, format = batch.tokens, config.hidden_size, plan.backward_format
     widened = _nvfp4_product_bytes(config, plan, tokens, backward=True) if adapted else 0
-    most = 0
+    most, emulated = 0, _emulated_bytes(config, plan, tokens, backward=True)
     for layer in set(config.layers):
         if adapted:
             block = layer.block.adapted_backward_bytes(hidden, tokens, format, widened)
@@ -216,7 +217,7 @@ def layer_backward_bytes(
         block += 2 * tokens * _saved_codes(layer.block, plan).restored
         mixer += 2 * tokens * _saved_codes(layer.mixer, plan).restored
         most = max(most, block, mixer)
-    return most
+    return most + emulated
 
 
 def last_bytes(
@@ -255,7 +256,7 @@ def forward_bytes(
     block = max(wide * layer.block.forward_values(hidden, values) for layer in layers)
     mixer = max(layer.mixer.forward_bytes(hidden, wide, splits) for layer in layers)
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
-    product = _nvfp4_product_bytes(config, plan, tokens)
+    product = _nvfp4_product_bytes(config, plan, tokens) + _emulated_bytes(config, plan, tokens)
     return max(tokens * block, tokens * mixer + earlier) + product
 
 
@@ -273,6 +274,22 @@ def activation_bytes(plan: PrecisionPlan) -> int:
 def _head_bytes(config: ModelConfig) -> int:
     """Return the bytes of lm_head's gradient in FP32."""
     return 4 * config.vocab_size * config.hidden_size
+
+
+def _emulated_bytes(
+    config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
+) -> int:
+    """Return the maximum bytes of rounded operands in BF16, and of float32 copies of a part."""
+    if not number_format(plan.train_linear).emulated:
+        return 0
+    shapes, linears = parameter_shapes(config), stored_tensors(config).items()
+    sizes = [shapes[name] for name, parts in linears if parts[0].linear_weight]
+    # In backward: dY for DGrad and WGrad, X for WGrad, and the weight if it is rounded again.
+    most = max(
+        4 * n * tokens + 2 * k * (tokens + n) if backward else 2 * k * tokens for n, k in sizes
+    )
+    widest = max(max(size) for size in sizes)
+    return most + ROUNDING_BYTES * min(VALUES_AT_ONCE, tokens * widest)
 
 
 def _nvfp4_product_bytes(

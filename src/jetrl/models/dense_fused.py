@@ -21,7 +21,7 @@ from torch import Tensor
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.layer_fused import NONE, Fixed, enter, entered_again
 from jetrl.precision.adapter import adapter_gradients, rank_gradient
-from jetrl.precision.formats import GEMMInput
+from jetrl.precision.formats import DrawKey, GEMMInput, TokenValues
 from jetrl.precision.linear import (
     Linear,
     dgrad,
@@ -88,10 +88,13 @@ class _NormMLP(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, saved, *kept = ctx.saved_tensors
         # `down` and SwiGLU: one kernel computes dY of `gate_up`, and recomputes X of `down`.
-        rows, tokens = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
+        gate_up_key, key = (s.gradients.draw_key(master) for master in ctx.masters)
+        rows, tokens = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan, key)
         dgated = dgrad(rows, s.linears[1].weight)
         gate_up = saved_values(saved)
-        gate_up_rows, gate_up_tokens, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
+        gate_up_rows, gate_up_tokens, gated = _swiglu_backward(
+            dgated, gate_up, kept[1:], s, gate_up_key
+        )
         del dgated, gate_up
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
@@ -114,8 +117,8 @@ def _saved(gate_up: Tensor, s: Fixed) -> Tensor:
 
 
 def _swiglu_backward(
-    dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: Fixed
-) -> tuple[GEMMInput, GEMMInput, GEMMInput]:
+    dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: Fixed, key: DrawKey
+) -> tuple[GEMMInput, GEMMInput | TokenValues, GEMMInput]:
     """Return dY of gate_up for DGrad and WGrad, and swiglu(gate_up) for WGrad of `down`."""
     plan = s.plan
     if _fuses_swiglu(s, dgated) and not plan.widens_wgrad:
@@ -123,7 +126,7 @@ def _swiglu_backward(
     # The output of SwiGLU overwrites its gradient.
     dgate_up = s.kernels.swiglu_backward(dgated, gate_up, dgated if s.coded else None)
     y = quantize_for_wgrad(dgated, plan) if s.coded else kept[0]
-    return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
+    return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan, key), y
 
 
 def _fuses_swiglu(s: Fixed, dgated: Tensor) -> bool:

@@ -100,6 +100,11 @@ class ExpertsShape(Block):
 
     def check_formats(self, hidden: int, format: Format) -> None:
         """Raise a UserError if an expert's matrices do not fit the groups of a format."""
+        if format.emulated:
+            raise UserError(
+                "precision.preset = nvfp4 is not for experts: use precision.preset=int8, or a "
+                "dense model"
+            )
         if format.frozen:
             raise UserError(
                 f"precision.base = {format.name} is not for experts: leave it out, or use a dense "

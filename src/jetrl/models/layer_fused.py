@@ -203,7 +203,8 @@ class _NormLinear(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
         weight = s.linears[0].weight
-        rows, tokens = quantize_output_gradient(dy.contiguous(), weight, s.plan)
+        key = s.gradients.draw_key(ctx.master)
+        rows, tokens = quantize_output_gradient(dy.contiguous(), weight, s.plan, key)
         dnormed = dgrad(rows, weight)
         dw = None
         if ctx.needs_input_grad[3]:

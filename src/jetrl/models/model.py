@@ -83,6 +83,7 @@ class Model:
         check_device(config, plan, self.device, adapted=adapter is not None)
         if plan.saved != "off" and not frozen:
             _check_saved(config, plan)
+        _check_emulated(config, plan)
         if config.head != self.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[self.head]
@@ -375,6 +376,18 @@ def _check_saved(config: ModelConfig, plan: PrecisionPlan) -> None:
                     f"precision.saved = {plan.saved} is for dense layers, and layer {number} of "
                     f"{config.architecture} is {type(half).__name__}: leave it out"
                 )
+
+
+def _check_emulated(config: ModelConfig, plan: PrecisionPlan) -> None:
+    """Raise a UserError if no layer has the emulated format of a plan."""
+    layers = range(config.num_layers)
+    kept = all(plan.keeps_bf16(layer, config.num_layers) for layer in layers)
+    if kept and number_format(plan.train_linear).emulated:
+        raise UserError(
+            f"precision.first_layers_bf16 = {plan.first_layers_bf16} and last_layers_bf16 = "
+            f"{plan.last_layers_bf16} keep all {config.num_layers} layers in BF16: set both to 0, "
+            "or use precision.preset=bf16"
+        )
 
 
 def _check_expert_formats(config: ModelConfig, plan: PrecisionPlan, backend: Backend) -> None:

@@ -174,7 +174,7 @@ def model_config(settings: Settings) -> ModelConfig:
             config = hf.model_config(path)
     # All commands that read a model call this function, so these checks are here.
     for key in ("first_layers_bf16", "last_layers_bf16"):
-        if (count := getattr(precision, key)) > (layers := len(config.layers)):
+        if (count := getattr(precision, key) or 0) > (layers := len(config.layers)):
             raise UserError(f"precision.{key} = {count}: the model has {layers} layers")
     if path is not None:
         plan = PrecisionPlan.from_settings(precision)

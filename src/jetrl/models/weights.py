@@ -164,6 +164,11 @@ class Weights:
             self.gradients.expected.append((weight.master, dtype))
         own, added = self._adapter, None
         if own is not None and name in own.shapes:
+            if formats["train"].emulated:
+                raise UserError(
+                    f"layer {name}: precision.preset = {self.plan.name} is not for adapters: use "
+                    "precision.base=nvfp4, which keeps a frozen base in NVFP4"
+                )
             added = self._adapter_weight(name, own)
         return Linear(
             quantized=weight,

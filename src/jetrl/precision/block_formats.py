@@ -48,7 +48,8 @@ from jetrl.precision.quantize import (
 from jetrl.randomness import derive_seed
 
 BLOCK_ROTATION = 16  # values per Hadamard rotation of WGrad's operands
-_VALUES_AT_ONCE = 2**24  # values that are rounded together, so that float32 copies stay small
+VALUES_AT_ONCE = 2**24  # values that are rounded together, so that float32 copies stay small
+ROUNDING_BYTES = 48  # per value that is rounded: draws and float32 copies, at most
 _E4M3_TYPE, _E4M3_MAXIMUM = FORMATS["e4m3"]
 
 
@@ -208,7 +209,7 @@ def block_values(
     """
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     whole = None if format.block[0] == 1 else second_scales(x, format)
-    step = max(16, _VALUES_AT_ONCE // max(x.shape[1], 1) // 16 * 16)
+    step = max(16, VALUES_AT_ONCE // max(x.shape[1], 1) // 16 * 16)
     for start in range(0, len(x), step):
         rows = range(start, min(start + step, len(x)))
         part = x[start : rows.stop]

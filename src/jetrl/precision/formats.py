@@ -5,7 +5,8 @@ and the operations of a linear layer: round the weight, quantize X, multiply. Ea
 backend of the tensor's device. A `Gradient` quantizes dY for a weight in codes.
 
 `number_format` returns the record of a name in a plan or in settings, `format_of` that of a weight.
-To add a format, add a record here and its name to `settings.presets`.
+To add a format, add a record here and its name to `settings.presets`. `Emulated` formats round
+operands to block formats (`precision.block_formats`) and multiply their values in BF16.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -15,13 +16,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import replace as replaced
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.block_formats import (
+    BLOCK_ROTATION,
+    NVFP4_ROWS,
+    NVFP4_SQUARES,
+    BlockFormat,
+    block_values,
+)
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.int8 import (
     int8_matmul,
@@ -51,6 +61,7 @@ from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule
 # FP8 in 128 x 128 groups, INT8 rows, rows in two INT8 planes, NVFP4, or BF16.
 StoredWeight = QTensor | Planes | NVFP4Weight | Tensor
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes, or BF16 values
+DrawKey = tuple[int | str, ...]  # of stochastic rounding: seed, update, micro-batch, tensor
 
 
 class Rounding(NamedTuple):
@@ -84,6 +95,8 @@ class Format:
         frozen: Whether the format is only for frozen weights.
         two_planes: Whether the format is only for lm_head, with weight and hidden rows in two INT8
             planes (`precision.int8_planes`).
+        emulated: Whether products are those of BF16 values rounded to a format without kernels.
+        whole: Whether rounding a weight needs all of its rows.
     """
 
     name: str
@@ -98,6 +111,12 @@ class Format:
     reads_masters: ClassVar[bool] = False
     frozen: ClassVar[bool] = False
     two_planes: ClassVar[bool] = False
+    emulated: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+
+    def with_recipe(self, recipe: Recipe) -> Format:
+        """Return the format with the options of a plan, if it has any."""
+        return self
 
     def operand(self, stored: StoredWeight) -> StoredWeight:
         """Return a stored weight as an operand of products; studies override this."""
@@ -149,6 +168,14 @@ class Format:
     def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
         """Return dY @ weight, bfloat16 [T, K]."""
         return free_matmul(_values(rows), _values(weight))
+
+    def rows(self, dy: Tensor, key: DrawKey) -> Tensor:
+        """Return dY, bfloat16 [T, N], as values for DGrad, if no codes are multiplied."""
+        return dy
+
+    def tokens(self, dy: Tensor, key: DrawKey) -> Tensor | TokenValues:
+        """Return dY, bfloat16 [T, N], as values for WGrad, if no codes are multiplied."""
+        return dy
 
 
 class _FP32(Format):
@@ -316,6 +343,103 @@ class _NVFP4(Format):
         return nvfp4_dgrad(_values(rows), weight)
 
 
+class Recipe(NamedTuple):
+    """The options of an emulated format; fields of `PrecisionPlan`."""
+
+    weight_block: Literal["16x16", "1x16"] = "16x16"
+    wgrad_hadamard: bool = True
+    stochastic_rounding: bool = True
+
+
+_PRESET_RECIPE = Recipe()
+
+
+class TokenValues(NamedTuple):
+    """dY for an emulated WGrad.
+
+    Attributes:
+        values: bfloat16 [T', N], T padded to whole blocks.
+        format: Rounds X for this WGrad.
+    """
+
+    values: Tensor
+    format: Emulated
+
+    def along_tokens(self, x: Tensor) -> Tensor:
+        """Return X, bfloat16 [T, K], as an operand of WGrad, [T', K]."""
+        return self.format.along_tokens(x, None)
+
+
+@dataclass(frozen=True)
+class Emulated(Format):
+    """Operands in a block format, multiplied as BF16 values, which have codes' exact values.
+
+    Weights are stored as BF16 values. X and dY are rounded in blocks along the sum: X to nearest,
+    dY by draws, if the recipe says so. WGrad's operands are rotated along tokens first.
+
+    Attributes:
+        in_rows, in_squares: The block formats of rows along a sum, and of a weight that is read
+            along both dimensions.
+    """
+
+    in_rows: BlockFormat = NVFP4_ROWS
+    in_squares: BlockFormat = NVFP4_SQUARES
+    recipe: Recipe = _PRESET_RECIPE
+
+    emulated = whole = True
+
+    @property
+    def _of_weights(self) -> BlockFormat:
+        return self.in_squares if self.recipe.weight_block == "16x16" else self.in_rows
+
+    def with_recipe(self, recipe: Recipe) -> Format:
+        return replaced(self, recipe=recipe)
+
+    def described_linear(self, scales: ScaleRule) -> str:
+        return f"{self.words}, weights {self.recipe.weight_block}, emulated by BF16 products"
+
+    def operand(self, stored: StoredWeight) -> StoredWeight:
+        weight = _values(stored)
+        marked = weight.view_as(weight)
+        marked.number_format = self  # type: ignore[attr-defined]  # read by `format_of`
+        return marked
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
+        values = block_values(weight, self._of_weights)
+        return into.copy_(values) if isinstance(into, Tensor) else values
+
+    def fprop(
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
+    ) -> Tensor:
+        values = block_values(_values(x), self.in_rows)
+        return bf16_matmul(values, _values(weight), out_dtype, pinned)
+
+    def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
+        values = _values(weight)
+        if self._of_weights.block[0] == 1:  # blocks do not lie along this sum
+            values = block_values(values.mT, self.in_rows).mT
+        return free_matmul(_values(rows), values)
+
+    def rows(self, dy: Tensor, key: DrawKey) -> Tensor:
+        return block_values(dy, self.in_rows, self._draws((*key, "dgrad")))
+
+    def tokens(self, dy: Tensor, key: DrawKey) -> TokenValues:
+        return TokenValues(self.along_tokens(dy, self._draws((*key, "wgrad"))), self)
+
+    def along_tokens(self, x: Tensor, key: DrawKey | None) -> Tensor:
+        """Return X or dY [T, D] in blocks along tokens, padded with zeros, bfloat16 [T', D]."""
+        turned = pad(x, (0, 0, 0, -len(x) % BLOCK_ROTATION)).mT
+        return block_values(turned, self.in_rows, key, self.recipe.wgrad_hadamard).mT
+
+    def _draws(self, key: DrawKey) -> DrawKey | None:
+        return key if self.recipe.stochastic_rounding else None
+
+
 _HALF_GROUP = 64  # minimum size of an FP8 group, and size of an INT8 rotation
 _E4M3, _INT8_DTYPE = FORMATS["e4m3"][0], FORMATS[INT8_CODES][0]
 
@@ -325,7 +449,8 @@ FP8 = _FP8("fp8", "FP8", _E4M3, "e4m3", _HALF_GROUP)
 INT8 = _INT8("int8", "INT8", _INT8_DTYPE, INT8_CODES, _HALF_GROUP)
 INT8_TWO_PLANES = _INT8TwoPlanes("int8x2", "INT8 in two planes", torch.int16, INT8_CODES)
 NVFP4 = _NVFP4("nvfp4", "NVFP4", torch.uint8, multiple=FP8_BLOCK)
-_ALL = (FP32, BF16, FP8, INT8, INT8_TWO_PLANES, NVFP4)
+EMULATED_NVFP4 = Emulated("nvfp4-emulated", "NVFP4", torch.bfloat16, multiple=BLOCK_ROTATION)
+_ALL = (FP32, BF16, FP8, INT8, INT8_TWO_PLANES, NVFP4, EMULATED_NVFP4)
 _BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
 
 

@@ -48,11 +48,14 @@ class Gradients:
         expected: The products of master weights in the order of forward.
         in_chunks: The weights whose products come in chunks, summed per micro-batch before they
             are added.
+        draws: The name of the micro-batch's draws for stochastic rounding: seed, kind of training,
+            number of the update, number of the micro-batch.
     """
 
     def __init__(self) -> None:
         self.expected: list[Expected] = []
         self.in_chunks: list[Tensor] = []
+        self.draws: tuple[int | str, ...] = ()
         self._of_micro_batch: dict[Tensor, Tensor] = {}
         self._in_micro_batch = False
 
@@ -74,6 +77,11 @@ class Gradients:
 
     def end_update(self) -> None:
         """Complete `.grad` of every master weight."""
+
+    def draw_key(self, master: Tensor) -> tuple[int | str, ...]:
+        """Return the name of the draws for a weight's dY: weights are counted as in forward."""
+        known = (n for n, (expected, _) in enumerate(self.expected) if expected is master)
+        return *self.draws, next(known, -1)
 
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
         """Add a BF16 gradient [N, K]."""

@@ -20,7 +20,7 @@ from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of, has_defined_bits
 from jetrl.precision.exact import sum_of_rows
-from jetrl.precision.formats import INT8, GEMMInput, StoredWeight, format_of
+from jetrl.precision.formats import INT8, DrawKey, GEMMInput, StoredWeight, TokenValues, format_of
 from jetrl.precision.gemm import coded_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.int8 import int8_tokens
@@ -50,23 +50,28 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 
-def quantize_for_dgrad(dy: Tensor, weight: StoredWeight, plan: PrecisionPlan) -> GEMMInput:
+def quantize_for_dgrad(
+    dy: Tensor, weight: StoredWeight, plan: PrecisionPlan, key: DrawKey = ()
+) -> GEMMInput:
     """Return dY, bfloat16 [T, N], for DGrad of a weight that has no WGrad."""
-    return plan.gradient.rows(dy, plan.scales) if format_of(weight).coded else dy
+    format = format_of(weight)
+    return plan.gradient.rows(dy, plan.scales) if format.coded else format.rows(dy, key)
 
 
 def quantize_output_gradient(
-    dy: Tensor, weight: StoredWeight, plan: PrecisionPlan
-) -> tuple[GEMMInput, GEMMInput]:
+    dy: Tensor, weight: StoredWeight, plan: PrecisionPlan, key: DrawKey = ()
+) -> tuple[GEMMInput, GEMMInput | TokenValues]:
     """Return dY for DGrad and for WGrad, quantized in one pass on a GPU.
 
     Groups are 1 x 128 for DGrad and 128 x 1 for WGrad. For a BF16 weight both are dY itself.
 
     FP8 GEMMs of GPUs support only E4M3 and groups of 128 x 128. With other settings, which are for
     comparisons and need not be fast, codes are dequantized to BF16 for a BF16 product.
+
+    `key` (`Gradients.draw_key`) is of stochastic rounding, which only emulated formats have.
     """
-    if not format_of(weight).coded:
-        return dy, dy
+    if not (format := format_of(weight)).coded:
+        return format.rows(dy, key), format.tokens(dy, key)
     return plan.gradient.rows_and_tokens(dy, plan.scales, plan.widens_wgrad)
 
 
@@ -185,11 +190,17 @@ def dgrad(rows: GEMMInput, weight: StoredWeight) -> Tensor:
     return format_of(weight).dgrad(rows, weight)
 
 
-def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
+def wgrad(
+    tokens: GEMMInput | TokenValues, x: GEMMInput, master: Tensor, gradients: Gradients
+) -> Tensor | None:
     """Add dW = dY^T @ X to a master weight's gradient [N, K]; return the gradient for autograd.
 
-    `tokens` is dY [T, N] and `x` is X [T, K], both in codes along T or both in BF16.
+    `tokens` is dY [T, N] and `x` is X [T, K], both in codes along T or both in BF16. X of an
+    emulated product is rounded here.
     """
+    if isinstance(tokens, TokenValues):
+        assert isinstance(x, Tensor), "X is rounded by the format of dY"
+        return gradients.add_matmul(master, tokens.values, tokens.along_tokens(x))
     if isinstance(tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
         return gradients.add(master, coded_matmul(tokens.mT, x.mT))
@@ -219,14 +230,15 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, plan = ctx.weight, ctx.plan
+        key = ctx.gradients.draw_key(ctx.master)
         if not ctx.needs_input_grad[1]:
-            rows = quantize_for_dgrad(grads[0].bfloat16().contiguous(), weight, plan)
+            rows = quantize_for_dgrad(grads[0].bfloat16().contiguous(), weight, plan, key)
             dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
             return dx, None, None, None, None, None
         (x,) = ctx.saved_tensors
         # Both quantizations of dY are of the same BF16 values, as are those of X.
         dy = grads[0].bfloat16().contiguous()
-        rows, tokens = quantize_output_gradient(dy, weight, plan)
+        rows, tokens = quantize_output_gradient(dy, weight, plan, key)
         dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         # Forward's codes of X, in groups of 1 x 128, would not do: WGrad needs other groups.
         entered = quantize_for_wgrad(x, plan) if format_of(weight).coded else x

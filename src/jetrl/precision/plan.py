@@ -33,6 +33,7 @@ from jetrl.precision.formats import (
     INT8,
     Format,
     Gradient,
+    Recipe,
     Rounding,
     key_and_value_formats,
     number_format,
@@ -56,6 +57,7 @@ _SETTINGS = TypeAdapter(PrecisionSettings)
 # Stored only if not at their defaults, so that plans from before these fields look the same.
 _STORED_IF_SET = (
     *("wgrad_input", "pinned_sums", "base", "bf16_rounding", "key_smoothing", "queries", "saved"),
+    *Recipe._fields,
 )
 # The sampler's own fields are stored in a table of this name, as before they became fields.
 _SAMPLER_FIELDS = ("weights_through_bf16", "attention_split")
@@ -79,8 +81,8 @@ class PrecisionPlan:
         last_layers_bf16: Number of trailing decoder layers whose linears stay BF16 on both sides.
         wgrad_input: Scale groups of X in WGrad: 128 x 128, or 1 x 128 along tokens.
         pinned_sums: Whether reductions have a fixed order that is independent of the batch. None:
-            only if the linears of both sides have the same 8-bit format. If not, cuBLAS chooses the
-            order of BF16 sums on a GPU.
+            only if the linears of both sides have the same format of at most 8 bits. If not, cuBLAS
+            chooses the order of BF16 sums on a GPU.
         base: Format that replaces fp8 in the linears of a frozen base.
         bf16_rounding: Rounding of matrices from FP32 to BF16 (`quantize.dithered_bf16`).
         key_smoothing: Whether INT8 keys are smoothed (`models.key_smoothing`).
@@ -91,11 +93,14 @@ class PrecisionPlan:
         queries: Queries on both sides. int8: attention has the same bits on every machine
             (`kernels.attention.integer`); only presets and studies choose it.
         saved: Activations that dense layers save for backward: int8 for codes (`precision.saved`).
+        weight_block, wgrad_hadamard, stochastic_rounding: Options of emulated NVFP4
+            (`formats.Emulated`): values of a weight that share a scale, rotation of WGrad's
+            operands, draws for output gradients.
     """
 
     name: str
     rollout_linear: presets.LinearFormat
-    train_linear: presets.Format
+    train_linear: presets.TrainedFormat
     kv: presets.KVFormat
     rest: presets.Format
     lm_head: presets.HeadFormat
@@ -112,6 +117,9 @@ class PrecisionPlan:
     attention_split: int | None = None
     queries: presets.QueryFormat = "bf16"
     saved: presets.SavedFormat = "off"
+    weight_block: presets.WeightBlock = "16x16"
+    wgrad_hadamard: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -128,6 +136,7 @@ class PrecisionPlan:
                 "precision.preset = unified or jet, and leave precision.weights_through_bf16 out"
             )
         self._check_queries()
+        self._check_recipe(trained, number_format(sampler.rollout_linear))
         if self.saved != "off":
             self._check_saved(trained)
         if trained is not INT8:
@@ -164,6 +173,21 @@ class PrecisionPlan:
                 f"attention_split = {self.attention_split} is for queries in BF16, and queries "
                 "are int8 here: leave it out"
             )
+
+    def _check_recipe(self, trained: Format, sampled: Format) -> None:
+        if trained.emulated or sampled.emulated:
+            if trained is not sampled:
+                raise UserError(
+                    f"rollout_linear = {self.rollout_linear}, train_linear = {self.train_linear}: "
+                    "emulated NVFP4 is for both sides; use precision.preset = nvfp4"
+                )
+            return
+        for field in Recipe._fields:
+            if (value := getattr(self, field)) != getattr(PrecisionPlan, field):
+                raise UserError(
+                    f"precision.{field} = {value} is for NVFP4 that is trained: leave it out, or "
+                    "use precision.preset = nvfp4"
+                )
 
     def _check_saved(self, trained: Format) -> None:
         problem = None
@@ -237,7 +261,14 @@ class PrecisionPlan:
         """True if all sums have a fixed order; bitwise equality of both sides depends on it."""
         if self.pinned_sums is not None:
             return self.pinned_sums
+        if number_format(self.train_linear).emulated:
+            return self.rollout_linear == self.train_linear
         return presets.codes_alike(self.rollout_linear, self.train_linear)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The options of emulated formats."""
+        return Recipe(self.weight_block, self.wgrad_hadamard, self.stochastic_rounding)
 
     @property
     def widens_wgrad(self) -> bool:
@@ -340,7 +371,7 @@ class PrecisionPlan:
         chosen = number_format(name)
         if self.keeps_bf16(layer, num_layers) and not chosen.reads_masters:
             return BF16
-        return number_format(self.base) if chosen is FP8 else chosen
+        return number_format(self.base) if chosen is FP8 else chosen.with_recipe(self.recipe)
 
     @property
     def without_base(self) -> PrecisionPlan:
@@ -384,8 +415,9 @@ class PrecisionPlan:
         name = fields.get("name")
         with named(where):
             preset = PrecisionPlan.preset(name).to_dict()
-        # Plans stored before these fields existed have neither, whatever the preset has now.
-        fields = {"bf16_rounding": "nearest", "key_smoothing": False, **fields}
+        # Stored plans without these fields have their defaults, whatever the preset has now.
+        absent = ("bf16_rounding", "key_smoothing", *Recipe._fields)
+        fields = {name: getattr(PrecisionPlan, name) for name in absent} | fields
         changed = {
             key: value for key, value in fields.items() if key not in preset or value != preset[key]
         }
@@ -448,9 +480,17 @@ def plan_table(plan: PrecisionPlan) -> list[tuple[str, str]]:
 
 def _linear_rows(plan: PrecisionPlan) -> list[tuple[str, str]]:
     """Return the rows of the decoder layers' linears during sampling and training."""
-    trained = number_format(plan.train_linear)
-    rollout = number_format(plan.rollout_linear).described_linear(plan.scales)
+    trained = number_format(plan.train_linear).with_recipe(plan.recipe)
+    sampled = number_format(plan.rollout_linear).with_recipe(plan.recipe)
+    rollout = sampled.described_linear(plan.scales)
     training = trained.described_linear(plan.scales)
+    if trained.emulated:
+        options = {"rotated along tokens": plan.wgrad_hadamard} | {
+            "output gradients rounded stochastically": plan.stochastic_rounding
+        }
+        training = "; ".join([training, *(words for words, is_on in options.items() if is_on)])
+        speed = "that of BF16 products at best: there are no kernels for these codes"
+        return [("rollout linears", rollout), ("training linears", training), ("speed", speed)]
     if plan.frozen_base:
         rollout = training = number_format(plan.base).described_linear(plan.scales)
     elif plan.backward_format is not trained:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from jetrl.distributed.collectives import gather_rows
+from jetrl.distributed.collectives import gather_rows, whole_tensor
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
@@ -108,10 +108,13 @@ class QuantizedWeight:
         """Round the master weight again, in place; with a shard, all ranks must call this."""
         assert not self.fixed, f"{self.name}: a fixed weight has no master weight to round"
         for rounding, earlier in self._stored.items():
-            self._rounded(rounding, earlier if self.shard is None else _own(earlier, self.shard))
+            divided = None if rounding.format.whole else self.shard
+            self._rounded(rounding, earlier if divided is None else _own(earlier, divided))
         if self.shard is None:
             return
-        for weight in self._stored.values():
+        for rounding, weight in self._stored.items():
+            if rounding.format.whole:
+                continue
             if isinstance(weight, QTensor):
                 gather_rows(_with_padding(weight.codes), self.shard.counts())
                 gather_rows(_with_padding(weight.scales), self.shard.counts(weight.block[0]))
@@ -150,6 +153,8 @@ class QuantizedWeight:
             assert self.noise is None, "noise would change the master weight"
             return self.master
         weight = self.master.detach()
+        if rounding.format.whole and self.shard is not None:
+            weight = whole_tensor(weight, self.shard)
         if self.noise is not None:
             weight = weight + self.noise
         if not weight.numel():  # a rank that owns no row

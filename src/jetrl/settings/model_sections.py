@@ -32,10 +32,10 @@ class PrecisionSettings(Section):
     """format of output gradients in DGrad and WGrad. Default: from the preset"""
     scales: Literal["fp32", "pow2"] | None = None
     """FP8 scale format; pow2: powers of two. Default: from the preset (fp32)"""
-    first_layers_bf16: LayerCount = 0
-    """number of leading decoder layers in BF16"""
-    last_layers_bf16: LayerCount = 0
-    """number of trailing decoder layers in BF16"""
+    first_layers_bf16: LayerCount | None = None
+    """number of leading decoder layers in BF16. Default: 1 for preset nvfp4, else 0"""
+    last_layers_bf16: LayerCount | None = None
+    """number of trailing decoder layers in BF16. Default: 1 for preset nvfp4, else 0"""
     kv: presets.KVSetting | None = None
     """KV-cache dtype; `int8+fp8` sets keys and values separately. Default: from the preset"""
     key_smoothing: bool | None = None
@@ -55,6 +55,15 @@ class PrecisionSettings(Section):
     """rounding of master weights to BF16; dithered: stochastic rounding, so that small updates
     are not rounded away (docs/precision.md). Default: dithered for presets bf16 and mixed, else
     nearest"""
+    weight_block: presets.WeightBlock | None = None
+    """values of a trained NVFP4 weight that share a scale; with 1x16 DGrad rounds the weight again,
+    along its own sum (docs/precision.md). Default: 16x16"""
+    wgrad_hadamard: bool | None = None
+    """Hadamard rotation of 16 tokens before WGrad's operands are rounded to NVFP4. Default: true
+    for preset nvfp4"""
+    stochastic_rounding: bool | None = None
+    """stochastic rounding of output gradients to NVFP4, by draws of (seed, update, micro-batch,
+    weight, element). Default: true for preset nvfp4"""
     saved: presets.SavedFormat | None = None
     """format of activations saved for backward; int8: dense layers save gate and up, queries and
     inputs of QK norms as INT8 codes, which takes less memory and changes gradients slightly

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
 HeadFormat = Literal[Format, "int8x2"]  # lm_head; int8x2: two INT8 planes
-LinearFormat = Literal[Format, "nvfp4"]  # of a linear layer; NVFP4 is for frozen base weights
+EMULATED_NVFP4: Final = "nvfp4-emulated"
+# Of linear layers. "nvfp4" is for a frozen base; trained NVFP4 is emulated.
+TrainedFormat = Literal[Format, "nvfp4-emulated"]
+LinearFormat = Literal[TrainedFormat, "nvfp4"]
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
@@ -22,13 +25,14 @@ BF16Rounding = Literal["nearest", "dithered"]
 QueryFormat = Literal["bf16", "int8"]  # int8: attention multiplies integers only
 
 SavedFormat = Literal["off", "int8"]  # of activations saved for backward; off: as they are
+WeightBlock = Literal["16x16", "1x16"]  # values of a trained NVFP4 weight that share a scale
 
 
 class PresetFormats(NamedTuple):
     """Number formats of a preset by role: fields of `precision.plan.PrecisionPlan`."""
 
     rollout_linear: LinearFormat
-    train_linear: Format
+    train_linear: TrainedFormat
     kv: KVFormat
     rest: Format
     lm_head: HeadFormat
@@ -38,6 +42,10 @@ class PresetFormats(NamedTuple):
     weights_through_bf16: bool = False
     attention_split: int | None = None
     queries: QueryFormat = "bf16"
+    first_layers_bf16: int = 0
+    last_layers_bf16: int = 0
+    wgrad_hadamard: bool = False
+    stochastic_rounding: bool = False
 
 
 # `alike` imitates two engines: weights reach the sampler in BF16, and its attention sums differ.
@@ -53,6 +61,17 @@ PRESETS = {
     "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", key_smoothing=True),
     "integer": PresetFormats(
         "int8", "int8", "int8", "bf16", "int8x2", "int8", key_smoothing=True, queries="int8"
+    ),
+    "nvfp4": PresetFormats(
+        EMULATED_NVFP4,
+        EMULATED_NVFP4,
+        kv="bf16",
+        rest="bf16",
+        lm_head="bf16",
+        first_layers_bf16=1,
+        last_layers_bf16=1,
+        wgrad_hadamard=True,
+        stochastic_rounding=True,
     ),
 }
 DEFAULT_PRESET = "int8"

@@ -73,7 +73,13 @@ class SftTrainer(_Supervised):
         loss = partial(_loss, policy, settings.train)
         graphs = training_graphs(policy, settings.train)
         self._update = Update(
-            policy, self.optimizer, self.guard, loss=loss, prefix="sft", graphs=graphs
+            policy,
+            self.optimizer,
+            self.guard,
+            loss=loss,
+            prefix="sft",
+            graphs=graphs,
+            seed=settings.run.seed,
         )
 
     def step(self, examples: Sequence[Example]) -> Metrics:
@@ -179,7 +185,9 @@ class RewardTrainer(_PairTrainer):
         self.model = model
         self._activation_checkpointing = settings.train.activation_checkpointing
         super().__init__(model, settings, size, None)
-        self._update = Update(model, self.optimizer, self.guard, loss=self._loss, prefix="sft")
+        self._update = Update(
+            model, self.optimizer, self.guard, loss=self._loss, prefix="sft", seed=settings.run.seed
+        )
 
     def step(self, pairs: Sequence[Pair]) -> Metrics:
         """Run one optimizer update on pairs of sequences.
@@ -221,7 +229,14 @@ class DpoTrainer(_PairTrainer):
         self.policy, self.reference, self._beta = policy, reference, settings.sft.dpo_beta
         self._activation_checkpointing = settings.train.activation_checkpointing
         super().__init__(policy, settings, size, None)
-        self._update = Update(policy, self.optimizer, self.guard, loss=self._loss, prefix="sft")
+        self._update = Update(
+            policy,
+            self.optimizer,
+            self.guard,
+            loss=self._loss,
+            prefix="sft",
+            seed=settings.run.seed,
+        )
 
     def step(self, pairs: Sequence[ExamplePair]) -> Metrics:
         """Run one optimizer update on pairs of completions.

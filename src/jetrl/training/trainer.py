@@ -128,6 +128,7 @@ class Trainer:
             watched=("loss", "entropy"),
             synchronize=True,
             graphs=training_graphs(policy, settings.train),
+            seed=settings.run.seed,
         )
 
     @property

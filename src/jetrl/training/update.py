@@ -88,6 +88,7 @@ class Update:
     `loss` runs a micro-batch's forward and returns its share of the minibatch's loss. The guard
     watches the `watched` metrics and the norms. With `synchronize`, the times of AdamW and
     requantization are device times. `graphs` replace launches by captured graphs, bit for bit.
+    Stochastic rounding of gradients is by draws of `seed`, update and micro-batch.
     """
 
     model: Model
@@ -99,6 +100,7 @@ class Update:
     optimizer_name: str = "the optimizer"
     synchronize: bool = False
     graphs: UpdateGraphs | None = None
+    seed: int = 0
 
     def run(self, minibatch: Minibatch, index: int = 0) -> UpdateStats:
         """Run update `index` of a step: `accumulate`, then `finish`."""
@@ -125,6 +127,8 @@ class Update:
                     in_round = micro_batches[first : first + size]
                     own = in_round[rank : rank + 1]
                     tokens = [minibatch.tokens_of(micro_batch) for micro_batch in in_round]
+                    number = self.optimizer.num_updates, first + rank
+                    gradients.draws = (self.seed, self.prefix, *number)
                     gradients.begin_micro_batch(tokens, bool(own))
                     # A rank that runs out of memory still joins the collective at the end of the
                     # round.

@@ -47,6 +47,7 @@ class Critic(Learner):
             loss=self._loss,
             prefix="critic",
             optimizer_name="the critic's optimizer",
+            seed=settings.run.seed,
         )
         self._of_step: list[Metrics] = []
 
