@@ -48,6 +48,10 @@ replay)
 # 1,024 tokens; 200 s, 40 GiB.
 frozen)
     bench frozen frozen --shape qwen3-8b --plan bf16 --plan int8 --plan unified ;;
+# Pair accuracy of a reward model of SmolLM2 in BF16 and in eight bits, five seeds, by the rule in
+# benchmarks/reward_model.py; 450 s. The JSON is written after each seed.
+reward-model)
+    "$python" -m benchmarks.reward_model "$model" --out "$out/reward_model.json" ;;
 # Without a GPU: these commands with a tiny model.
 try)
     tiny="--shape tiny --layers 1 --device cpu --plan int8"
