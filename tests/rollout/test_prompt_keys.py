@@ -31,7 +31,8 @@ class Pictured(PromptInputs):
         return super().content() + self.picture
 
 
-TEXT, CAT, DOG = PromptInputs(TOKENS), Pictured(TOKENS, b"cat"), Pictured(TOKENS, b"dog")
+TEXT = PromptInputs(TOKENS)
+CAT, DOG = Pictured(TOKENS, picture=b"cat"), Pictured(TOKENS, picture=b"dog")
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, ignore_eos=True, seed=2)
 
 
@@ -41,7 +42,7 @@ def samples_of(*prompts: PromptInputs) -> list[Sample]:
 
 
 def test_the_first_tokens_keep_what_belongs_to_them() -> None:
-    assert CAT.first(8) == Pictured(TOKENS[:8], b"cat")
+    assert CAT.first(8) == Pictured(TOKENS[:8], picture=b"cat")
     assert len({prompt.first(8).key() for prompt in (TEXT, CAT, DOG)}) == 3
 
 

@@ -524,10 +524,10 @@ PICTURE = [{"type": "image"}, {"type": "text", "text": "2+3?"}]
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"images": ["one.png"]}, "column 'images' has pictures.*text only: drop the column"),
+        ({"images": ["one.png"]}, "column 'images' has pictures.*only text is read: drop"),
         ({"image_1": {"bytes": "x"}}, "column 'image_1'"),
         ({"scan": {"bytes": "x", "path": None}}, "column 'scan'"),
-        ({"prompt": [{"role": "user", "content": PICTURE}]}, "a part of type 'image': .*text only"),
+        ({"prompt": [{"role": "user", "content": PICTURE}]}, "part of type 'image', and no image"),
         ({"prompt": [{"role": "user", "content": PICTURE[1:] * 2}]}, "write it as one text"),
         ({"tools": "add"}, "field 'tools': 'add' is not a list of JSON schemas"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs': .*not an object"),

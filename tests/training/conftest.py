@@ -96,6 +96,9 @@ class Bigram:
     def used(self) -> contextlib.nullcontext:
         return contextlib.nullcontext()
 
+    def image_rows(self, images: Sequence[object]) -> None:
+        assert not images
+
     def train_logprobs(
         self,
         inputs: ForwardInputs,

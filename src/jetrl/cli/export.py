@@ -103,7 +103,7 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
         weights=source.weights(policy.device),
         encoding=hf.Encoding("float32"),
         tokenizer=policy.tokenizer,
-        generation_config=policy.generation_config,
+        side_files=source.side_files,
         overwrite=args.overwrite,
     )
     print(f"wrote {args.base} (float32, the random base)")
@@ -125,7 +125,7 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
         weights=source.weights(torch.device(choose_device(args.device))),
         encoding=hf.Encoding(args.dtype),
         tokenizer=source.tokenizer,
-        generation_config=source.generation_config,
+        side_files=source.side_files,
         overwrite=args.overwrite,
     )
     print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
@@ -166,7 +166,7 @@ def _merge(args: argparse.Namespace) -> None:
         weights=merged,
         encoding=hf.Encoding(args.dtype, dithered="linears"),
         tokenizer=tokenizer,
-        generation_config=source.generation_config if source.origin else None,
+        side_files=source.side_files if source.origin else {},
         overwrite=args.overwrite,
     )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")

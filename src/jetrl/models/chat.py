@@ -37,13 +37,22 @@ from jetrl.models.tokenizer import (
     hide_special_tokens,
     shown,
 )
-from jetrl.types import Example, Json, Message, PlainText, Prompt, PromptInputs, Turn
-from jetrl.types.conversation import LABELS, REASONING, as_message, as_template_args, as_tools
+from jetrl.models.vision import ImageTower
+from jetrl.types import IMAGE_MARK, Example, Json, Message, PlainText, Prompt, PromptInputs, Turn
+from jetrl.types.conversation import (
+    LABELS,
+    REASONING,
+    as_message,
+    as_parts,
+    as_template_args,
+    as_tools,
+)
 from jetrl.untrusted import LimitError
 
 _MARK = "jetrl-marks-the-assistant"  # a placeholder, at which a rendered text is split
 _ASKED = Conversation([{"role": "user", "content": "?"}])  # used if only a prompt's ids are known
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_READS_PARTS = re.compile(r"""['"]image['"]""")  # in a template: contents are lists of parts
 _THOUGHT = re.compile(r"<([\w:]*(?:think|thought|reason)\w*)>")
 
 
@@ -56,28 +65,38 @@ def encode_prompt(
     prompt: Prompt,
     system_prompt: str | None = None,
     plain_text: PlainText = "replies",
+    tower: ImageTower | None = None,
 ) -> PromptInputs:
-    """Return the token ids of a prompt, at least one.
+    """Return the token ids of a prompt, at least one, with its images.
 
-    `plain_text="all"` encodes special tokens in the prompt as text. Raises UserError, with the
-    prompt's id, if the tokenizer or its chat template does not support the prompt.
+    `plain_text="all"` encodes special tokens in the prompt as text. `tower` is the model's; None:
+    it reads text only. Raises UserError, with the prompt's id, if the model, the tokenizer or its
+    chat template does not support the prompt.
     """
     where = f"prompt {prompt.id!r}"
+    if prompt.images and tower is None:
+        raise UserError(f"{where} has images, and the model reads text only: see docs/images.md")
+    if prompt.images and plain_text == "all":
+        raise UserError(f"{where} has images: not supported by task.special_tokens_as_text = all")
     if tokenizer is None:
         raise UserError(
             f"{where}: the model has no tokenizer; set model.tokenizer to a directory that has one"
         )
     if prompt.messages is not None:
         text, names = render_prompt(tokenizer, prompt, system_prompt, plain_text)
+        if tower is not None:
+            text = tower.expanded(text, prompt.images, where)
         token_ids = encode_text(tokenizer, text, where, begin=False, names=names)
     elif system_prompt is not None:
         raise UserError(f"{where} is plain text, which a system prompt cannot be put before")
     else:
         assert prompt.text is not None  # a Prompt has either text or messages
-        token_ids = encode_text(tokenizer, prompt.text, where, as_text=plain_text == "all")
+        text = prompt.text if tower is None else tower.expanded(prompt.text, prompt.images, where)
+        token_ids = encode_text(tokenizer, text, where, as_text=plain_text == "all")
     if not token_ids:
         raise UserError(f"{where}: no tokens; a prompt needs at least one")
-    return PromptInputs(tuple(token_ids))
+    images = () if tower is None else tower.spans(token_ids, prompt.images, where)
+    return PromptInputs(tuple(token_ids), images)
 
 
 def encode_text(
@@ -359,7 +378,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 def _conversation(prompt: Prompt, where: str) -> Conversation:
     """Return the messages, tools and template arguments of a prompt, after checking them."""
     return Conversation(
-        [as_message(message, where) for message in prompt.messages or ()],
+        [as_message(each, where, bool(prompt.images)) for each in prompt.messages or ()],
         as_tools(prompt.tools, f"{where}: tools"),
         as_template_args(prompt.template_args, f"{where}: template_args"),
     )
@@ -420,6 +439,9 @@ def _render(
             "instruct model, put chat_template.jinja next to its tokenizer, or use text prompts"
         )
     chat = _as_read(tokenizer, chat, where)
+    if _READS_PARTS.search(template_of(tokenizer, chat)):
+        messages = [{**message, "content": as_parts(message)} for message in chat.messages]
+        chat = replace(chat, messages=messages)
     arguments = [function["arguments"] for function in _functions(chat.messages)]
     # Most templates write arguments as JSON. Some concatenate them as text and need JSON text.
     forms = [chat, replace(chat, messages=_arguments_as_text(chat.messages))]
@@ -500,7 +522,7 @@ def _check_written(message: Message, text: str, where: str, is_answer: bool = Fa
         said += [(f"the {role}", part) for part in re.split(r"</?\w+>", content)]
         said += [(f"{key} of the {role}", message.get(key) or "") for key in REASONING]
     elif message["role"] != "assistant":
-        said.append((f"the {role}", content))
+        said += [(f"the {role}", part) for part in content.split(IMAGE_MARK)]
     for what, value in said:
         part = value.strip()
         if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:

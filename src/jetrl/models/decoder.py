@@ -176,6 +176,7 @@ class Decoder(nn.Module):
         backward.
         """
         x = embed(inputs.token_ids, self.embedding, self.weights.gradients)
+        x = inputs.embedded(x)
         tell(self.trace, "embed", x)
         delta = None
         for index, layer in enumerate(self.layers):

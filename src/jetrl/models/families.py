@@ -35,6 +35,7 @@ from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
 from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope, rotary_channels
+from jetrl.models.vision_shape import VISION, VisionShape
 from jetrl.settings.section import MOST_LAYERS
 from jetrl.types import Json
 
@@ -51,6 +52,8 @@ class Family:
         qk_norm: Attention has norms of query and key heads; None: if `use_qk_norm` says so.
         rotates_in_part: Heads may rotate in part (`partial_rotary_factor`).
         fused: Checkpoints store Q, K and V as one tensor, and gate and up as another.
+        language: The family of the language model of a model with images, in `text_config`.
+        prefix: The module of the language model in checkpoints.
         window_in_use: `sliding_window` applies even without `use_sliding_window`.
         rope_types: The supported values of `rope_type`. In phi3, `yarn` is an old name of longrope,
             which is not supported.
@@ -66,6 +69,8 @@ class Family:
     fused: bool = False
     window_in_use: bool = False
     rope_types: tuple[str, ...] = TYPES
+    language: str | None = None
+    prefix: str = "model"
 
     @property
     def records(self) -> tuple[type[LayerHalf], ...]:
@@ -85,6 +90,12 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family("OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", Glm4Experts, qkv_bias=None, qk_norm=None, rotates_in_part=True
+    ),
+    "idefics3": Family(
+        "Idefics3ForConditionalGeneration", language="llama", prefix="model.text_model"
+    ),
+    "smolvlm": Family(
+        "SmolVLMForConditionalGeneration", language="llama", prefix="model.text_model"
     ),
 }
 Head = Literal["lm", "score"]
@@ -107,7 +118,7 @@ _FLAT = (  # order of `ModelConfig.flat`; "layers" stands for the keys of blocks
         "tie_word_embeddings",
     ),
     *("qkv_bias", "qk_norm", "max_position_embeddings", "eos_token_ids", "raw", "head"),
-    "layers_without_rope",
+    *("layers_without_rope", "vision"),
 )
 
 
@@ -131,6 +142,7 @@ class ModelConfig:
         rotary_dim: The leading channels of a head that rotate; mostly all.
         eos_token_ids: The ids in config.json; `hf.eos_token_ids` adds those of other files.
         raw: All of config.json, `quantization_config` and unknown keys included.
+        vision: The image tower; None for a model that reads text only.
     """
 
     family: str
@@ -146,6 +158,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     raw: Json = field(repr=False, compare=False)
     head: Head = "lm"
+    vision: VisionShape | None = None
 
     @property
     def architecture(self) -> str:
@@ -194,7 +207,9 @@ class ModelConfig:
         """Return the fields as stored in checkpoints, including those of blocks and mixers."""
         names = ("num_layers", "layers_without_rope")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
-        del values["layers"]
+        del values["layers"], values["vision"]
+        if self.vision is not None:  # absent in checkpoints of models of text
+            values["vision"] = self.vision.model_dump()
         if self.rotary_dim == self.head_dim:  # absent in checkpoints of earlier versions
             del values["rotary_dim"]
         for layer in self.layers:
@@ -217,9 +232,14 @@ class ModelConfig:
         Raises UserError for a missing or wrong key, and for an unsupported feature.
         """
         family, head = _family(checked(NAMED, config, "config.json"), config)
-        values = {**defaults(family), **config}
-        hf = checked(HF_CONFIG, values, "config.json")
-        shared, window = FAMILIES[family], hf.sliding_window
+        shared, vision, where = FAMILIES[family], None, "config.json"
+        contents = dict(config)
+        if shared.language is not None:
+            vision = checked(VISION, config, where)
+            contents, where = _language_config(config, shared.language), f"{where}: text_config"
+        values = {**defaults(family), **contents}
+        hf = checked(HF_CONFIG, values, where)
+        window = hf.sliding_window
         if shared.window_in_use and window is not None and window < hf.max_position_embeddings:
             raise UserError(
                 f"config.json: sliding_window = {window} is below max_position_embeddings = "
@@ -240,9 +260,10 @@ class ModelConfig:
             rope_scaling=rope_scaling,
             tie_word_embeddings=head == "lm" and bool(hf.tie_word_embeddings),
             max_position_embeddings=hf.max_position_embeddings,
-            eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
+            eos_token_ids=token_ids(contents.get("eos_token_id"), "config.json: eos_token_id"),
             raw=dict(config),
             head=head,
+            vision=vision,
         )
         _check_positions(model)
         return model
@@ -255,7 +276,7 @@ def defaults(family: str) -> Json:
     A missing key differs from null: a Mistral without `sliding_window` has a window of 4,096
     tokens.
     """
-    kind = CONFIG_MAPPING[family]
+    kind = CONFIG_MAPPING[FAMILIES[family].language or family]
     known: Json = {}
     for base in reversed(kind.__mro__):
         parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
@@ -336,6 +357,22 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
                 f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
             )
     return family, "score" if scores else "lm"
+
+
+def _language_config(config: Mapping[str, Any], family: str) -> Json:
+    """Return the configuration of the language model of a model with images.
+
+    As in transformers, whether the head is tied is a key of the whole model.
+    """
+    text = config.get("text_config")
+    kind = text.get("model_type", family) if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping) or kind != family:
+        raise UserError(
+            f"config.json: text_config has model_type {shown_value(kind)}; should be {family!r}"
+        )
+    whole = {"tie_word_embeddings": False}
+    own = {key: config[key] for key in ("tie_word_embeddings", "eos_token_id") if config.get(key)}
+    return {**text, **whole, **own}
 
 
 _OBSTACLES = {  # keys of config.json, and model types
@@ -463,9 +500,9 @@ FP8_BLOCK = (128, 128)  # elements of a weight that share a scale, in checkpoint
 FURTHER_LAYERS = "num_nextn_predict_layers"  # of config.json
 SCALE_SUFFIX = "_scale_inv"  # for the scales of an FP8 weight: value = code * scale
 
-_WHOLE = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
+_WHOLE = {  # {} is the module of the language model
+    "embed.weight": "{}.embed_tokens.weight",
+    "norm.weight": "{}.norm.weight",
     "lm_head.weight": "lm_head.weight",
     "score.weight": "score.weight",
 }
@@ -536,8 +573,9 @@ def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
 
 
 def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+    prefix = FAMILIES[config.family].prefix
     if name in _WHOLE:
-        return (StoredTensor(_WHOLE[name], shape, None, False),)
+        return (StoredTensor(_WHOLE[name].format(prefix), shape, None, False),)
     _, number, module, kind = name.split(".")
     layer, fused = config.layers[int(number)], FAMILIES[config.family].fused
     half = next(x for x in (layer.mixer, layer.block) if module in x.stored_names(fused))
@@ -549,7 +587,7 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     starts = accumulate(rows, initial=0)
     return tuple(
         StoredTensor(
-            name=f"model.layers.{number}.{part}.{kind}",
+            name=f"{prefix}.layers.{number}.{part}.{kind}",
             shape=(count, *shape[1:]),
             layer=int(number),
             linear_weight=linear,

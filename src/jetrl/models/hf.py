@@ -11,6 +11,7 @@ loading needs memory for one parameter. FP8 weights are dequantized on read; NVF
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,7 @@ from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.hf_save import Encoding as Encoding
 from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
+from jetrl.models.vision import tower_shapes
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
 from jetrl.types import Json
@@ -59,7 +61,10 @@ def model_config(path: str | Path) -> families.ModelConfig:
         contents = {**contents, "quantization_config": of_modelopt}
     try:
         nvfp4_files.check_quantization(contents.get("quantization_config"))
-        return families.ModelConfig.from_hf(contents)
+        config = families.ModelConfig.from_hf(contents)
+        if config.vision is not None and nvfp4_files.layout_of(config) is not None:
+            raise UserError("config.json: a model with images is read in 16 bits or FP8 only")
+        return config
     except UserError as error:  # which begins with config.json
         raise UserError(f"{path}/{error}") from None
 
@@ -130,6 +135,33 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_image_processor(path: str | Path) -> Json | None:
+    """Return the settings of a model's image processor, None without any."""
+    directory = hf_files.model_directory(path)
+    if (file := directory / "preprocessor_config.json").is_file():
+        return hf_files.read_object(file)
+    if (file := directory / "processor_config.json").is_file():
+        found = hf_files.read_object(file).get("image_processor")
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def open_tower(path: str | Path, config: families.ModelConfig) -> CodedWeights:
+    """Return the tensors of a model's image tower by their names in its files, as stored.
+
+    Each is read on access. Errors are those of `open_weights`.
+    """
+    directory = hf_files.model_directory(path, "weights")
+    return _StoredWeights(directory, "cpu", config, None, _tower_tensors(config))
+
+
+def _tower_tensors(config: families.ModelConfig) -> Mapping[str, Sequence[families.StoredTensor]]:
+    if config.vision is None:
+        return {}
+    shapes = tower_shapes(config.vision, config.hidden_size)
+    return {n: (families.StoredTensor(n, shape, None, False),) for n, shape in shapes.items()}
+
+
 def open_weights(
     path: str | Path, config: families.ModelConfig, device: str | torch.device = "cpu"
 ) -> CodedWeights:
@@ -150,7 +182,7 @@ def open_weights(
     if outline and hf_files.is_hub_name(path):
         return _outline(config, layout)
     weights = _StoredWeights(hf_files.model_directory(path, "weights"), device, config, layout)
-    weights.check_complete()
+    weights.check_complete(_tower_tensors(config))
     return _outline(config, layout) if outline else weights
 
 
@@ -178,11 +210,12 @@ class _StoredWeights(CodedWeights):
         device: str | torch.device,
         config: families.ModelConfig,
         layout: nvfp4_files.NVFP4Layout | None,
+        parts: Mapping[str, Sequence[families.StoredTensor]] | None = None,
     ) -> None:
         self._directory, self._device, self._layout = directory, device, layout
         self._files = hf_files.tensor_files(directory)
         fused = families.fused_tensors(config).items()
-        self._parts = {
+        self._parts = parts or {
             **families.stored_tensors(config),
             **{name: (whole,) for name, whole in fused if whole.name in self._files},
         }
@@ -231,11 +264,14 @@ class _StoredWeights(CodedWeights):
         with hf_files.open_tensors(self._files[part.name]) as handle:
             return bool(handle.get_slice(part.name).get_dtype() == "U8")  # codes without scales
 
-    def check_complete(self) -> None:
-        """Raise a UserError if a tensor is missing, or if no parameter uses a tensor."""
+    def check_complete(self, others: Mapping[str, Sequence[families.StoredTensor]]) -> None:
+        """Raise a UserError if a tensor is missing, or if no parameter uses a tensor.
+
+        `others` are tensors of the files that are not parameters.
+        """
         # A checkpoint with tied embeddings may also store the embedding as lm_head.weight.
         used = {"lm_head.weight"} if self._tied else set()
-        for part in chain(*self._parts.values()):
+        for part in chain(*self._parts.values(), *others.values()):
             names: tuple[str, ...] = (part.name,)
             asks = "config.json asks for it"
             if self._layout is not None and self._has_codes(part):

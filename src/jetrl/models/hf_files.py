@@ -38,7 +38,7 @@ Part = Literal["small", "weights"]
 _PATTERNS: dict[Part, tuple[str, ...]] = {
     "small": (
         *("config.json", "generation_config.json", "chat_template*", "merges.txt"),
-        "hf_quant_config.json",
+        *("hf_quant_config.json", "preprocessor_config.json", "processor_config.json"),
         *("special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES),
     ),
     "weights": ("model.safetensors", "model-*.safetensors", INDEX),

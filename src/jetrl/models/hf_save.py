@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -114,18 +115,20 @@ def save_model(
     weights: Mapping[str, Tensor],
     encoding: Encoding,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    generation_config: Json | None = None,
+    side_files: Mapping[str, Json] = MappingProxyType({}),
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> None:
     """Write a model directory. All ranks call this function; rank 0 writes.
 
     The directory has config.json, safetensors files (with an index if there are several), the
-    tokenizer with its chat template, and generation_config.json.
+    tokenizer with its chat template, and side files.
 
     Args:
         weights: All parameters by jetrl's names (`families.parameter_shapes`), in any floating
-            dtype. Each is read once, in that order.
+            dtype, and the tensors of an image tower by their names in files, written as they are.
+            Each is read once.
+        side_files: The contents of other JSON files by their names; empty ones are left out.
         max_shard_bytes: Maximum size of a file in bytes; a larger tensor has its own file.
         overwrite: Replace a model directory at `path` when the new one is complete.
 
@@ -138,16 +141,22 @@ def save_model(
     if encoding.dtype not in (known := get_args(SaveDtype)):
         raise UserError(f"dtype {encoding.dtype!r}: one of {', '.join(map(repr, known))}")
     parameters = stored_tensors(config)
-    assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
+    tower = {*weights} - parameters.keys()
+    assert len(weights) == len(parameters) + len(tower), parameters.keys() - {*weights}
+    if bool(tower) != (config.vision is not None):
+        raise UserError(
+            f"{path}: {config.architecture} is written only whole, with its image tower"
+        )
     shards = _shards(parameters, encoding, max_shard_bytes)
 
     def finish() -> None:
         write_json(scratch / "config.json", _config_json(config, encoding))
-        if generation_config:
-            write_json(scratch / "generation_config.json", dict(generation_config))
+        for name, contents in side_files.items():
+            if contents:
+                write_json(scratch / name, dict(contents))
 
     with new_directory(path, overwrite, tokenizer) as scratch:
-        _write_shards(scratch, shards, encoding, weights)
+        _write_shards(scratch, shards, encoding, weights, sorted(tower))
         world().from_first("config.json", finish)
 
 
@@ -214,15 +223,24 @@ def _shards(
 
 
 def _write_shards(
-    directory: Path, shards: Shards, encoding: Encoding, weights: Mapping[str, Tensor]
+    directory: Path,
+    shards: Shards,
+    encoding: Encoding,
+    weights: Mapping[str, Tensor],
+    tower: Sequence[str],
 ) -> None:
-    """Write the safetensors files, and an index if there are several."""
+    """Write the safetensors files, and an index if there are several; the last has the tower."""
     weight_map: dict[str, str] = {}
+    count = len(shards) + bool(tower)
+
+    def file_name(number: int) -> str:
+        return (
+            f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        )
+
     name, whole = "", torch.empty(0)
     for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file_name(number)
         tensors: dict[str, Tensor] = {}
         for parameter, part in shard:
             if parameter != name:  # parts of a parameter may be in two files
@@ -234,11 +252,20 @@ def _write_shards(
                 tensors |= encoding.encode(name, part, rows)
         world().from_first("a file of weights", partial(save_file, tensors, directory / file))
         weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        total = sum(encoding.num_bytes(part) for shard in shards for _, part in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        place = directory / "model.safetensors.index.json"
-        world().from_first("the index of the files", lambda: write_json(place, index))
+    if count == 1:
+        return
+    total = sum(encoding.num_bytes(part) for shard in shards for _, part in shard)
+
+    def finish() -> None:
+        kept = {name: weights[name].contiguous() for name in tower}
+        if tower:
+            save_file(kept, directory / file_name(count))
+        size = total + sum(tensor.nbytes for tensor in kept.values())
+        every = weight_map | dict.fromkeys(tower, file_name(count))
+        index = {"metadata": {"total_size": size}, "weight_map": every}
+        write_json(directory / "model.safetensors.index.json", index)
+
+    world().from_first("the index of the files", finish)
 
 
 def _config_json(config: ModelConfig, encoding: Encoding) -> Json:
@@ -260,12 +287,13 @@ def _config_json(config: ModelConfig, encoding: Encoding) -> Json:
         parts = chain.from_iterable(stored_tensors(config).values())
         layers = (part for part in parts if part.layer is not None)
         kept = [p.module for p in layers if len(p.shape) == 2 and not encoding.is_fp8(p)]
+        tower = [] if config.vision is None else ["model.vision_model", "model.connector"]
         contents["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "weight_block_size": list(FP8_BLOCK),
             "activation_scheme": "dynamic",
-            "modules_to_not_convert": ["lm_head", *kept],
+            "modules_to_not_convert": ["lm_head", *kept, *tower],
         }
         if kept:  # some versions of vLLM read only this key
             contents["quantization_config"]["ignored_layers"] = kept

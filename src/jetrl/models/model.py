@@ -7,7 +7,7 @@ both sides of the flow read (`models.weights`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,15 +20,16 @@ from jetrl.errors import UserError
 from jetrl.models import hf, key_smoothing
 from jetrl.models.adapter import Adapter, LoRA, base_digest
 from jetrl.models.attention import KeyValues, PackedKeyValues
-from jetrl.models.coded_weights import MadeWeights
+from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.decoder import Decoder
 from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.hf_save import SaveDtype
 from jetrl.models.nvfp4_files import check_base
-from jetrl.models.packed import ForwardInputs, Stems, as_token_ids, upload
+from jetrl.models.packed import ForwardInputs, ImageRows, Stems, as_token_ids, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
+from jetrl.models.vision import ImageTower
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import (
     HOPPER,
@@ -40,6 +41,7 @@ from jetrl.precision.backend import (
 )
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.types import ImageSpan
 
 
 class Model:
@@ -59,6 +61,7 @@ class Model:
         plain_text: Texts of a task whose special tokens are encoded as text.
         base_source: The source of the adapter's base; None without an adapter.
         base_digest: The digest of the adapter's base; empty without an adapter.
+        tower: The image tower; None if the model reads text only.
         captured: If set, runs the decoder of the trainer's forwards with gradients
             (`training.graphs`).
 
@@ -89,6 +92,7 @@ class Model:
             has, needs = heads[config.head], heads[self.head]
             where = source.origin or "config.json"
             raise UserError(f"{where}: {config.architecture} has a head for {has}, not for {needs}")
+        _check_images(config, plan, whole=adapter is None)
         if source.origin is not None:
             check_base(config, plan, source.origin)
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
@@ -106,6 +110,18 @@ class Model:
             exponents = key_smoothing.head_exponents(self.key_exponents, config.attention.num_heads)
             exponents = exponents.to(self.device)
         self.decoder = Decoder(config, self.weights, exponents)
+        # Without the function that holds or reads the weights.
+        self._source = replace(source, weights=_read_before)
+        self.tower: ImageTower | None = None
+        if config.vision is not None and source.tower is not None:
+            self.tower = ImageTower(
+                config.vision,
+                config.hidden_size,
+                processor=source.image_processor or {},
+                tensors=None if self.device.type == "meta" else source.tower(),
+                device=self.device,
+                dtype=self.weights.dtype,
+            )
         self.lora: LoRA | None = None
         self.base_source: ModelSource | None = None
         self.base_digest = ""
@@ -204,10 +220,10 @@ class Model:
         hf.save_model(
             path=path,
             config=self.config,
-            weights=weights,
+            weights=self._source.with_tower(weights),
             encoding=hf.Encoding(dtype, bf16_layers, plan.scales, plan.dithered_in_files),
             tokenizer=self.tokenizer,
-            generation_config=self.generation_config or None,
+            side_files=self._source.side_files | {"generation_config.json": self.generation_config},
             overwrite=overwrite,
         )
 
@@ -285,6 +301,17 @@ class Model:
         hidden: Tensor = self.decoder(inputs, kv, side, activation_checkpointing)
         return hidden[rows]
 
+    def image_rows(self, spans: Sequence[ImageSpan]) -> ImageRows | None:
+        """Return the features of images for the tokens of a forward, on the CPU; None without any.
+
+        Raises UserError if the model reads text only.
+        """
+        if not spans:
+            return None
+        if self.tower is None:
+            raise UserError(f"{self.config.architecture} reads text only, and a prompt has images")
+        return self.tower.rows(spans)
+
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Move an offloaded model to its device for the block, then back to CPU memory."""
@@ -313,6 +340,10 @@ class Model:
             if not 1 <= (size := len(checked[-1])) <= limit:
                 raise UserError(f"sequence {index} has {size} tokens; the model takes 1 to {limit}")
         return checked
+
+
+def _read_before(device: torch.device) -> CodedWeights:
+    raise AssertionError("the weights of a model are read once")
 
 
 def check_device(
@@ -364,6 +395,21 @@ def check_device(
         raise UserError(
             f"{backend.gpus} has no kernels for heads that rotate in part ({config.rotary_dim} of "
             f"{config.head_dim} channels): use run.device=cpu, or run.backend=reference (slow)"
+        )
+
+
+def _check_images(config: ModelConfig, plan: PrecisionPlan, whole: bool) -> None:
+    """Raise a UserError for what models with images do not support."""
+    if config.vision is None:
+        return
+    if config.head == "score":
+        raise UserError(f"{config.architecture}: a critic or reward model reads text only")
+    if not whole:
+        raise UserError(f"{config.architecture}: adapter.kind is for models without images")
+    if plan.defined:
+        raise UserError(
+            f"precision.preset = {plan.name}: the bits of an image tower are not defined; use "
+            "another preset, such as int8"
         )
 
 

@@ -40,23 +40,46 @@ def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """The embeddings of a forward that are features of images.
+
+    Attributes:
+        places: int64 [N], rows of the forward, ascending.
+        features: [N, D], in the dtype of activations.
+    """
+
+    places: Tensor
+    features: Tensor
+
+    def among(self, rows: Tensor, count: int) -> ImageRows:
+        """Return what is left in a forward of the chosen `rows`, int64 [C], of `count` rows."""
+        index = torch.full((count,), -1, device=rows.device)
+        index[rows] = torch.arange(len(rows), device=rows.device)
+        places = index[self.places]
+        kept = places >= 0
+        return ImageRows(places[kept], self.features[kept])
+
+
+@dataclass(frozen=True)
 class ForwardInputs:
     """All that the decoder reads of the tokens of a forward; `types.PromptInputs` on the host.
-
-    Images join here: a field for the rows that replace embeddings, and positions [T, A] of A axes.
 
     Attributes:
         token_ids: int64 [T].
         positions: int64 [T], each token's position in its sequence.
+        images: The tokens whose embeddings are features of images; None without any.
     """
 
     token_ids: Tensor
     positions: Tensor
+    images: ImageRows | None = None
 
     @staticmethod
-    def of(batch: Batch) -> ForwardInputs:
-        """Return the inputs of all tokens of a packed batch, on the CPU."""
-        return ForwardInputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions))
+    def of(batch: Batch, images: ImageRows | None = None) -> ForwardInputs:
+        """Return the inputs of all tokens of a packed batch, on the CPU, with its image rows."""
+        assert (images is None) == (not batch.images), "the rows of a batch's images"
+        token_ids, positions = batch.token_ids, batch.positions
+        return ForwardInputs(torch.from_numpy(token_ids), torch.from_numpy(positions), images)
 
     @staticmethod
     def packed(token_ids: Tensor, cu_seqlens: Tensor) -> ForwardInputs:
@@ -67,11 +90,21 @@ class ForwardInputs:
         return len(self.token_ids)
 
     def __getitem__(self, rows: Tensor) -> ForwardInputs:
-        return ForwardInputs(self.token_ids[rows], self.positions[rows])
+        images = None if self.images is None else self.images.among(rows, len(self))
+        return ForwardInputs(self.token_ids[rows], self.positions[rows], images)
 
     def to(self, device: torch.device) -> ForwardInputs:
         """Return the inputs on a device, without waiting for it."""
-        return ForwardInputs(upload(self.token_ids, device), upload(self.positions, device))
+        images = self.images
+        if images is not None:
+            images = ImageRows(upload(images.places, device), upload(images.features, device))
+        token_ids, positions = upload(self.token_ids, device), upload(self.positions, device)
+        return ForwardInputs(token_ids, positions, images)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Return embeddings [T, D] of the tokens with the features of images in their places."""
+        images = self.images
+        return x if images is None else x.index_copy(0, images.places, images.features)
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[ForwardInputs, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upl
 from jetrl.models.planes_head import PlanesHead, head_logprobs
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import BF16, number_format
-from jetrl.types import SamplingParams, TokenFilter
+from jetrl.types import PromptInputs, SamplingParams, TokenFilter
 
 
 class Policy(Model):
@@ -164,16 +165,24 @@ class Policy(Model):
     ) -> list[Tensor]:
         """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
 
-        They come from one packed forward and are differentiable in the master weights. The
+        They come from one packed forward and are differentiable in the master weights. A sequence
+        with images is a PromptInputs. The
         temperature is that of sampling, 0 included, and `token_filter` that of its log-probs
         (`SamplingParams.logprobs_filter`). Raises UserError for an empty sequence, one longer than
         the context, or a token id out of range.
         """
-        sequences = self.check_sequences(sequences)
+        given, sequences = sequences, self.check_sequences(sequences)
         temperature = SamplingParams(temperature=temperature).temperature or 1.0
         if not sequences:
             return []
         inputs, cu_seqlens = pack(sequences, self.device)
+        spans = [
+            span
+            for sequence, start in zip(given, cu_seqlens.tolist(), strict=False)
+            if isinstance(sequence, PromptInputs)
+            for span in sequence.image_spans(0, len(sequence), at=start)
+        ]
+        inputs = replace(inputs, images=self.image_rows(spans))
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
         logprobs, _ = self.train_logprobs(
             inputs, cu_seqlens, targets, temperature, token_filter=token_filter

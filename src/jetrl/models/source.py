@@ -26,7 +26,8 @@ from jetrl.models.coded_weights import CodedWeights, MadeWeights
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
-from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer
+from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer, random_tower
+from jetrl.models.vision import one_tile
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import ModelSettings
@@ -49,6 +50,9 @@ class ModelSource:
         adapter: The adapter to train; the weights are frozen then, except for those it names.
         origin: The directory or hub name of the weights; None if they are not in files.
         plain_text: Texts of a task whose special tokens are encoded as text.
+        tower: Returns the tensors of the image tower by their names in files, as stored; None
+            without images.
+        image_processor: The contents of preprocessor_config.json; None without images.
     """
 
     config: ModelConfig
@@ -58,11 +62,18 @@ class ModelSource:
     adapter: Adapter | None = None
     origin: str | None = None
     plain_text: PlainText = "replies"
+    tower: Callable[[], Mapping[str, Tensor]] | None = None
+    image_processor: Json | None = None
 
     @staticmethod
     def from_path(path: str | Path, adapter: Adapter | None = None) -> ModelSource:
         """Return the source of a Hugging Face directory or hub name, without reading weights."""
-        config = hf.model_config(path)
+        config, processor = hf.model_config(path), None
+        if config.vision is not None and (processor := hf.read_image_processor(path)) is None:
+            raise UserError(
+                f"{path}: no preprocessor_config.json, which says how images become pixels; copy "
+                "the model's there"
+            )
         return ModelSource(
             config=config,
             weights=lambda device: hf.open_weights(path, config, device),
@@ -70,6 +81,8 @@ class ModelSource:
             generation_config=hf.read_generation_config(path),
             adapter=adapter,
             origin=str(path),
+            tower=None if config.vision is None else lambda: hf.open_tower(path, config),
+            image_processor=processor,
         )
 
     @staticmethod
@@ -80,8 +93,14 @@ class ModelSource:
         adapter: Adapter | None = None,
     ) -> ModelSource:
         """Return a source of random weights, which differ between a CPU and a GPU."""
+        vision = config.vision
         return ModelSource(
-            config, lambda device: RandomWeights(config, seed, device), tokenizer, adapter=adapter
+            config,
+            lambda device: RandomWeights(config, seed, device),
+            tokenizer,
+            adapter=adapter,
+            tower=None if vision is None else lambda: random_tower(config, seed),
+            image_processor=None if vision is None else one_tile(vision),
         )
 
     @staticmethod
@@ -94,6 +113,22 @@ class ModelSource:
         """Return a source of parameters in memory, by name; they keep their device."""
         weights = MadeWeights(tensors, tensors.__getitem__)
         return ModelSource(config, lambda device: weights, tokenizer, adapter=adapter)
+
+    @property
+    def side_files(self) -> dict[str, Json]:
+        """The contents of JSON files of the model's directory, except config.json."""
+        return {
+            "generation_config.json": self.generation_config,
+            "preprocessor_config.json": self.image_processor or {},
+        }
+
+    def with_tower(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return parameters and the tensors of the image tower, for `hf.save_model`."""
+        if self.tower is None:
+            return weights
+        tower = self.tower()
+        names = [*weights, *tower]
+        return MadeWeights(names, lambda name: (tower if name in tower else weights)[name])
 
     def with_scalar_head(self) -> ModelSource:
         """Return this source with a scalar head: its own, or a new one with zero weights."""
@@ -136,7 +171,7 @@ def open_source(
         with named("model.tokenizer"):
             tokenizer = hf.load_tokenizer(model.tokenizer)
     if model.path is None:
-        source = ModelSource(config, lambda device: RandomWeights(config, seed, device), tokenizer)
+        source = ModelSource.from_seed(config, seed, tokenizer)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             source = replace(source, generation_config={"eos_token_id": tokenizer.eos_token_id})
     else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +34,10 @@ from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import Encoding, SaveDtype, save_model
 from jetrl.models.mixer import WideNormAttention
+from jetrl.models.vision import IMAGE_TOKENS, one_tile, tower_shapes
 from jetrl.precision.angles import cos_and_sin
 from jetrl.precision.exact import log_positive, square_root
+from jetrl.types import IMAGE_MARK, Json
 
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
@@ -90,6 +92,17 @@ class RandomWeights(CodedWeights):
         if not values.is_cpu:
             return values.normal_(0.0, std, generator=self._generator)
         return _normal(values.numel(), std, self._generator).view(values.shape)
+
+
+def random_tower(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Return the random tensors of an image tower, float32 on the CPU, by their names in files."""
+    assert config.vision is not None, "a model with images"
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in tower_shapes(config.vision, config.hidden_size).items():
+        is_norm = "norm" in name and name.endswith("weight")
+        drawn = _normal(math.prod(shape), _DEFAULT_STD, generator).view(shape)
+        tensors[name] = torch.ones(shape) if is_norm else drawn
+    return tensors
 
 
 def _normal(count: int, std: float, generator: torch.Generator) -> Tensor:
@@ -148,6 +161,9 @@ def make_tiny(
         raise UserError(f"tokenizer {tokenizer!r}: 'characters', or 'bpe' trained on text files")
     else:
         made = character_tokenizer(alphabet)
+    if (language := FAMILIES[family].language) is not None:
+        made.add_special_tokens({"additional_special_tokens": [*IMAGE_TOKENS]})
+        made.chat_template = _CHATML_IMAGES if tokenizer == "bpe" else None
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
@@ -158,7 +174,7 @@ def make_tiny(
         raise UserError(f"{family} has no {name}: {', '.join(keys)}")
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
-        "model_type": family,
+        "model_type": language or family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,
         **{key: value for record in records for key, value in record.tiny().items()},
@@ -189,21 +205,43 @@ def make_tiny(
         raw["sliding_window"] = None  # without the key, transformers has a window
     if mixers:
         raw["layer_types"] = list(islice(cycle((*mixers, "full_attention")), num_layers))
+    if language is not None:
+        raw = {
+            "architectures": raw.pop("architectures"),
+            "model_type": family,
+            "text_config": raw,
+            "vision_config": _TINY_TOWER,
+            "scale_factor": 2,
+            "image_token_id": made.convert_tokens_to_ids(IMAGE_MARK),
+            "tie_word_embeddings": tie_word_embeddings,
+        }
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
-    weights = RandomWeights(config, seed)
+    weights: Mapping[str, Tensor] = RandomWeights(config, seed)
+    side_files: dict[str, Json] = {"generation_config.json": generation_config}
+    if config.vision is not None:
+        weights = {**weights, **random_tower(config, seed)}
+        side_files["preprocessor_config.json"] = one_tile(config.vision)
     save_model(
         path=out,
         config=config,
         weights=weights,
         encoding=Encoding(dtype),
         tokenizer=made,
-        generation_config=generation_config,
+        side_files=side_files,
         overwrite=overwrite,
     )
     return Path(out)
 
 
+_TINY_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 _CHARACTER_SPECIAL = ("<pad>", "<eos>")  # the first two tokens of a tokenizer of characters
 _BPE_PAD, _BPE_START, _BPE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHATML = (
@@ -211,6 +249,12 @@ _CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_CHATML_IMAGES = _CHATML.replace(
+    "message['content']",
+    "'' }}{% for part in message['content'] %}{{ "
+    "'<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ ''",
 )
 
 

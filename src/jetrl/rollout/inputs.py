@@ -40,8 +40,13 @@ def encode_prompts(
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
             prompt = chat.encode_prompt(
-                policy.tokenizer, prompt, system_prompt=system_prompt, plain_text=policy.plain_text
+                policy.tokenizer,
+                prompt,
+                system_prompt=system_prompt,
+                plain_text=policy.plain_text,
+                tower=policy.tower,
             )
+        # Check the tokens, also of prompts that a caller encoded.
         where = f"prompt {index}"
         vocab_size = policy.config.vocab_size
         if isinstance(prompt, PromptInputs):

@@ -19,6 +19,7 @@ from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
 from jetrl.rollout.sampler import Sampler, chunks_of_draws, filtering_of
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.types import ImageSpan
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Prefill:
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
+        images: list[ImageSpan] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
             spans.append(
@@ -55,12 +57,15 @@ class Prefill:
                     row=len(token_ids), start=chunk.start, length=chunk.length, pages=sequence.pages
                 )
             )
+            # A chunk may begin or end inside an image.
+            prompt, end = sequence.prompt, chunk.start + chunk.length
+            images += prompt.image_spans(chunk.start, end, at=len(token_ids))
             token_ids += sequence.tokens(chunk.start, chunk.length)
-            positions += sequence.prompt.positions(chunk.start, chunk.start + chunk.length)
-        device = self.policy.device
+            positions += prompt.positions(chunk.start, end)
+        device, rows_of = self.policy.device, self.policy.image_rows(images)
+        inputs = ForwardInputs(torch.tensor(token_ids), torch.tensor(positions), rows_of)
         hidden = self.policy.rollout_forward(
-            ForwardInputs(to_device(token_ids, device), to_device(positions, device)),
-            self.cache.key_values(spans, ends=True),
+            inputs.to(device), self.cache.key_values(spans, ends=True)
         )
         # Only chunks at the end of their sequence need logits.
         rows = [row for row, chunk in enumerate(step.chunks) if chunk.draws]

@@ -100,6 +100,7 @@ class RolloutLine(Stored):
         failure: Why the completion could not be scored, or "".
         environment: Spans [start, end) of tokens from an environment.
         continues: Whether the sample is of the same episode as the one before.
+        images: Hashes of the files of the prompt's images.
     """
 
     step: Step = 0
@@ -123,6 +124,7 @@ class RolloutLine(Stored):
     task: str = ""
     readable: str = ""
     continues: bool = False
+    images: list[str] = Field(default_factory=list)
 
 
 class RunConfig(Stored):
@@ -209,6 +211,7 @@ def record_of(step: int, sample: Sample) -> Record:
         "logprobs": [float(value) for value in completion.logprobs],
         **({"versions": list(completion.versions)} if completion.versions else {}),
         **({"continues": True} if sample.continues else {}),
+        **({"images": [each.digest.hex() for each in prompt.images]} if prompt.images else {}),
         **_turns_of(completion),
     }
 
@@ -216,9 +219,11 @@ def record_of(step: int, sample: Sample) -> Record:
 def sample_of(record: Record) -> Sample:
     """Return the sample of a line (`record_of`), without its prompt's metadata.
 
-    Raises ValueError if the line has log-probs of other tokens, or no prompt.
+    Raises ValueError if the line has log-probs of other tokens, no prompt, or one with images.
     """
     line = RolloutLine.model_validate(record)
+    if line.images:
+        raise ValueError("its prompt has images, of which a run records only hashes")
     if len(line.token_ids) != len(line.logprobs) or not line.prompt_token_ids:
         raise ValueError(
             f"it has {len(line.prompt_token_ids)}, {len(line.token_ids)} and {len(line.logprobs)} "

@@ -186,7 +186,9 @@ class EngineSource:
         policy = self.policy
         with self._encoding:
             encoded = [
-                chat.encode_prompt(self._encoder, prompt, plain_text=policy.plain_text)
+                chat.encode_prompt(
+                    self._encoder, prompt, plain_text=policy.plain_text, tower=policy.tower
+                )
                 if isinstance(prompt, Prompt)
                 else prompt
                 for prompt in prompts

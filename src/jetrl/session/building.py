@@ -218,7 +218,7 @@ def teacher_prompts(
         if prompt.messages is not None:
             own = replace(prompt, messages=(*messages[:-1], {**messages[-1], "content": text}))
         encoded = encode_prompt(
-            teacher.tokenizer, own, settings.task.system_prompt, teacher.plain_text
+            teacher.tokenizer, own, settings.task.system_prompt, teacher.plain_text, teacher.tower
         )
         if len(encoded) + settings.rollout.max_tokens > teacher.config.max_position_embeddings:
             raise UserError(

@@ -81,6 +81,9 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
     where = f"prompt {encoded.prompt.id!r}"
     tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
     assert tokenizer is not None, "no turns without a tokenizer"
+    # An Example has token ids only.
+    if encoded.inputs.images:
+        raise UserError(f"{where} has images, on which only reinforcement learning trains so far")
     example = encode_turns(
         tokenizer,
         encoded.inputs.token_ids,

@@ -588,6 +588,20 @@ _RUN_CHECKS: tuple[Callable[[RunContext], Iterator[str]], ...] = (
 )
 
 
+def _refuse_images(run: RunContext, others: Mapping[str, Model | None]) -> None:
+    """Raise a UserError if a run with images has a part that reads text only."""
+    first = next((each.prompt.id for each in run.prompts if each.inputs.images), None)
+    if first is None:
+        return
+    # These get token ids only, where an image is a row of equal tokens.
+    settings = run.settings
+    blind = [key for key, model in others.items() if model is not None and model.tower is None]
+    blind += ["reward.model_path"] if settings.reward.model_path is not None else []
+    blind += ["data.rollouts"] if settings.data.rollouts is not None else []
+    if blind:
+        raise UserError(f"prompt {first!r} has images, and {blind[0]} reads text only: unset it")
+
+
 def _build_other_models(run: RunContext) -> None:
     """Build what the run needs later, so that errors appear before weights are loaded."""
     settings, policy, dynamic = run.settings, run.policy, run.objective.dynamic_sampling
@@ -601,14 +615,15 @@ def _build_other_models(run: RunContext) -> None:
             "not exact, so ratios to earlier policies are not; use precision.preset=int8"
         )
     PartialRollouts(settings, policy, run.prompts, run.max_turns, dynamic, run.machine.cards)
-    read_reference(settings, policy)
+    others: dict[str, Model | None] = {"reference.path": read_reference(settings, policy)}
     if settings.teacher.path is not None:
-        teacher = build_teacher(settings, policy)
+        others["teacher.path"] = teacher = build_teacher(settings, policy)
         run.notes += end_token_notes(policy, teacher)
         prompts = [(encoded.prompt, encoded.inputs) for encoded in run.prompts]
         run.teacher_prompts = teacher_prompts(settings, teacher, prompts)
-    value_model(settings, policy)
+    others["critic.path"] = value_model(settings, policy)
     build_reward(settings, policy, run.memory.tokens)
+    _refuse_images(run, others)
 
 
 def open_context(

@@ -87,7 +87,9 @@ def encode_prompts(
         if isinstance(task, Endpoint):
             inputs = _name_of(prompt, policy.config.vocab_size)
         else:
-            inputs = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
+            inputs = encode_prompt(
+                policy.tokenizer, prompt, system_prompt, policy.plain_text, policy.tower
+            )
         stops = to_stops(task.stops(prompt), f"{where}: stop of prompt {prompt.id!r}")
         in_thought = begins_in_thought(prompt, _end_of(policy, inputs.token_ids))
         prompt = dataclasses.replace(prompt, in_thought=in_thought)

@@ -273,6 +273,7 @@ class DecoderGraphs:
         graphs = self._graphs[rows]
         # Attention runs eagerly on the real rows, so its work lists are as without graphs.
         x = embed(inputs.token_ids, decoder.embedding, decoder.weights.gradients)
+        x = inputs.embedded(x)
         count = len(decoder.layers)
         for index in range(count):
             mixer = decoder.layer(index).mixer

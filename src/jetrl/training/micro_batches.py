@@ -223,7 +223,7 @@ def batch_logprobs(
     if not 0 <= ids.min() <= ids.max() < size:  # an out-of-range id would crash a GPU process
         raise UserError(f"token ids are {ids.min()} to {ids.max()}; the model has 0 to {size - 1}")
     return policy.train_logprobs(
-        ForwardInputs.of(batch),
+        ForwardInputs.of(batch, policy.image_rows(batch.images)),
         torch.from_numpy(batch.cu_seqlens),
         torch.from_numpy(targets(batch)),
         temperature,
@@ -239,7 +239,7 @@ def batch_logprobs(
 def hidden_states(policy: Policy, batch: Batch, side: Side) -> Tensor:
     """Return a side's hidden states [N, D] before each of a batch's N trained tokens."""
     return policy.packed_hidden(
-        ForwardInputs.of(batch).to(policy.device),
+        ForwardInputs.of(batch, policy.image_rows(batch.images)).to(policy.device),
         torch.from_numpy(batch.cu_seqlens),
         rows=upload(torch.from_numpy(targets(batch)), policy.device) - 1,
         stems=Stems.of(batch),

@@ -29,7 +29,7 @@ from jetrl.errors import UserError
 from jetrl.randomness import derive_seed, weighted_draw
 from jetrl.settings.loading import Settings
 from jetrl.training.advantages import group_advantages
-from jetrl.types import Batch, Example, PromptInputs, Sample, stem_length
+from jetrl.types import Batch, Example, ImageSpan, PromptInputs, Sample, stem_length
 
 MOST_LOGPROB = 1e-4  # other engines may round the log-prob of a certain token above 0
 
@@ -282,6 +282,7 @@ def _pack(
         token_ids, positions = np.empty((2, num_tokens), dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
+        images: list[ImageSpan] = []
         # Copy each sequence into place: prompt, completion, mask, rollout log-probs.
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
             sequence = sequences[i]
@@ -289,6 +290,8 @@ def _pack(
             token_ids[start:first] = sequence.prompt.token_ids
             token_ids[first:end] = sequence.completion
             positions[start:end] = sequence.prompt.positions(0, sequence.length)
+            # Spans of images count the tokens of the batch.
+            images += sequence.prompt.image_spans(0, len(sequence.prompt), at=int(start))
             loss_mask[first:end] = True
             # Environment tokens are context: they were not sampled.
             for begin, stop in sequence.environment:
@@ -304,6 +307,7 @@ def _pack(
             sample_ids=np.asarray(ids, dtype=np.int64),
             stem_ids=np.array([stems[i].id for i in ids]) if share_prompts else None,
             stem_lengths=np.array([stems[i].length for i in ids]) if share_prompts else None,
+            images=tuple(images),
         )
         batches.append(batch)
     return batches

@@ -16,6 +16,7 @@ The life of one answer:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from array import array
@@ -37,6 +38,44 @@ Message = Mapping[str, Any]
 """A chat message: role and content, and what else the chat template reads (`conversation`)."""
 Reply = str | Mapping[str, str]
 """An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
+IMAGE_MARK = "<image>"
+"""The place of an image in a prompt's text."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """The bytes of an image file, checked by `types.images`, and the size in pixels."""
+
+    data: bytes = field(repr=False)
+    width: int
+    height: int
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A hash of the file, of 32 bytes."""
+        return hashlib.blake2b(self.data, digest_size=32).digest()
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Tokens of a sequence whose embeddings are features of an image.
+
+    Attributes:
+        first: The first of the image's features that the span has; a token has one feature.
+    """
+
+    image: Image
+    start: int
+    length: int
+    first: int = 0
+
+    def within(self, start: int, stop: int, at: int = 0) -> ImageSpan | None:
+        """Return the part in tokens [start, stop), counted so that token `start` is `at`."""
+        begin, end = max(start, self.start), min(stop, self.start + self.length)
+        if begin >= end:
+            return None
+        skipped = begin - self.start
+        return ImageSpan(self.image, begin - start + at, end - begin, self.first + skipped)
 
 
 @dataclass(frozen=True)
@@ -55,6 +94,8 @@ class Prompt:
             prompt ends with <think>. Set when prompts are encoded.
         tools: JSON schemas of tools, for the chat template.
         template_args: Arguments of the chat template for this prompt, such as enable_thinking.
+        images: The images, in the order of their places in the text: `<image>`, or an image part of
+            a message.
 
     Raises:
         ValueError: Both or neither of `text` and `messages` are given, or `id` is not a text.
@@ -69,6 +110,7 @@ class Prompt:
     in_thought: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
@@ -94,14 +136,13 @@ class PromptInputs(Sequence[int]):
     Two prompts are the same to the model if their keys are equal. Random keys, shared prompts and
     drafts compare keys, never tokens.
 
-    Images join here: a field for the embedding rows that replace those of some tokens, which
-    `content` appends and `first` cuts, and `positions` with more than one axis.
-
     Attributes:
         token_ids: The tokens, at least one.
+        images: The tokens that have features of images in place of their embeddings.
     """
 
     token_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,9 +154,18 @@ class PromptInputs(Sequence[int]):
         """Return the positions of tokens [start, stop); those after the prompt follow it."""
         return range(start, stop)
 
+    def image_spans(self, start: int, stop: int, at: int = 0) -> list[ImageSpan]:
+        """Return the images in tokens [start, stop), counted so that token `start` is `at`."""
+        parts = (span.within(start, stop, at) for span in self.images)
+        return [part for part in parts if part is not None]
+
     def content(self) -> bytes:
         """Return all that the model reads, as bytes that differ if it differs."""
-        return array("q", self.token_ids).tobytes()
+        images = [
+            span.image.digest + array("q", (span.start, span.length, span.first)).tobytes()
+            for span in self.images
+        ]
+        return b"".join([array("q", self.token_ids).tobytes(), *images])
 
     def key(self, size: int = 32) -> bytes:
         """Return a hash of the content, of `size` bytes."""
@@ -123,7 +173,8 @@ class PromptInputs(Sequence[int]):
 
     def first(self, num_tokens: int) -> PromptInputs:
         """Return the inputs of the first tokens."""
-        return replace(self, token_ids=self.token_ids[:num_tokens])
+        images = tuple(self.image_spans(0, num_tokens))
+        return replace(self, token_ids=self.token_ids[:num_tokens], images=images)
 
 
 # NumPy and torch values become Python values: comparing a token id with a tensor would not work.
@@ -366,6 +417,7 @@ class Batch:
         stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
             may compute once (`models.packed`). None: each is computed whole.
         stem_lengths: int64 [S], the number of those tokens; None with stem_ids.
+        images: The tokens, of all T, that have features of images in place of their embeddings.
         Batch(token_ids=[5, 6, 7, 8, 9], positions=[0, 1, 2, 0, 1], cu_seqlens=[0, 3, 5],
               loss_mask=[F, F, T, F, T], rollout_logprobs=[0, 0, -0.5, 0, -0.1],
               advantages=[0, 0, 1, 0, -1], sample_ids=[4, 0])
@@ -380,6 +432,7 @@ class Batch:
     sample_ids: np.ndarray
     stem_ids: np.ndarray | None = None
     stem_lengths: np.ndarray | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:

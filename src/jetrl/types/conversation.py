@@ -1,8 +1,9 @@
 """Chat messages, tools and template arguments as rows and tasks give them, in one checked form.
 
-A message has a role and a content, both text. An assistant's may have `tool_calls` (its content may
-then be None) and `reasoning_content`. Nothing is dropped without a word: `models.chat` refuses a
-key that the model's chat template does not read.
+A message has a role and a content, both text; `<image>` in it is the place of an image. A message
+of the assistant may have `tool_calls` (its content may then be None) and `reasoning_content`.
+Nothing is dropped without a word: `models.chat` refuses a key that the model's chat template does
+not read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.types import Json, Message, Turn
+from jetrl.types import IMAGE_MARK, Json, Message, Turn
 
 LABELS = ("id", "name", "tool_call_id")
 """Keys that only label a message: a template may ignore them."""
@@ -21,7 +22,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts. A template that reads one of them gets them by that name."""
 _MEDIA = re.compile(r"(image|picture|video|audio)s?(_\d+)?|multi_modal_(data|inputs)")
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
-_TEXT_ONLY = "the models of jetrl read text only"
+_NOT_READ = "only text is read"
 
 
 def are_messages(value: Any) -> bool:
@@ -58,16 +59,16 @@ def as_turns(messages: Sequence[Message]) -> list[Turn] | None:
     ]
 
 
-def as_message(item: object, where: str) -> Json:
+def as_message(item: object, where: str, images: bool = False) -> Json:
     """Return a message without keys that have no value, tool calls with arguments as objects.
 
-    OpenAI's arguments are JSON text, which a template would escape once more. An error begins with
-    `where`.
+    OpenAI's arguments are JSON text, which a template would escape once more. `images`: whether the
+    content may have places of images. An error begins with `where`.
     """
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise UserError(f"{where}: message {item!r:.60} needs a role and a content, both text")
     message = {str(key): value for key, value in item.items() if value is not None}
-    content = _text_of(item.get("content"), where)
+    content = _text_of(item.get("content"), where, images)
     calls = message.pop("tool_calls", None) or ()
     if content is None and not calls:
         raise UserError(f"{where}: message {item!r:.60} needs a role and a content, both text")
@@ -80,17 +81,46 @@ def as_message(item: object, where: str) -> Json:
     return message
 
 
-def _text_of(content: object, where: str) -> str | None:
-    """Return a message's content as text; refuse pictures, sounds and videos."""
+def _text_of(content: object, where: str, images: bool) -> str | None:
+    """Return a message's content as text; refuse sounds and videos, and images unless `images`."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list | tuple) else ()
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
-    if other := [kind for kind in kinds if kind not in (None, "text")]:
-        raise UserError(f"{where}: a message has a part of type {other[0]!r}: {_TEXT_ONLY}")
+    if other := [kind for kind in kinds if kind not in (None, "text", "image")]:
+        raise UserError(f"{where}: a message has a part of type {other[0]!r}: {_NOT_READ}")
+    if "image" in kinds and not images:
+        raise UserError(
+            f"{where}: a message has a part of type 'image', and no image comes with it"
+        )
+    if "image" in kinds and None not in kinds:
+        return "".join(_part_text(part, where) for part in parts)
     if len(parts) == 1 and kinds[0] == "text" and isinstance(parts[0].get("text"), str):
         return str(parts[0]["text"])
     raise UserError(f"{where}: a message's content is {content!r:.60}; write it as one text")
+
+
+def _part_text(part: Mapping[str, Any], where: str) -> str:
+    """Return the text of a part of a message, of an image its place."""
+    own = {key: value for key, value in part.items() if value is not None and key != "type"}
+    if part["type"] == "image" and not own.keys() - {"index"}:
+        return IMAGE_MARK
+    text = own.get("text")
+    if part["type"] == "text" and isinstance(text, str):
+        return text
+    raise UserError(
+        f"{where}: a message has the part {part!r:.60}; give {{'type': 'image'}}, with the image "
+        "itself in Prompt.images"
+    )
+
+
+def as_parts(message: Message) -> list[Json]:
+    """Return a message's content as parts, for chat templates of models with images."""
+    text, *rest = str(message["content"] or "").split(IMAGE_MARK)
+    parts: list[Json] = [{"type": "text", "text": text}]
+    for text in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text", IMAGE_MARK)]
 
 
 def _tool_call(call: object, where: str) -> Json:
@@ -148,7 +178,7 @@ def refuse_media(row: Message, where: str) -> None:
         stored = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
         if stored or type(first).__module__.startswith("PIL.") or _MEDIA.fullmatch(column):
             raise UserError(
-                f"{where}: column {column!r} has pictures, sounds or videos, and {_TEXT_ONLY}: "
+                f"{where}: column {column!r} has pictures, sounds or videos, and {_NOT_READ}: "
                 "drop the column, or such rows"
             )
 

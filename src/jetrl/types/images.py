@@ -1,0 +1,71 @@
+"""Image files: checked before they are decoded, and decoded.
+
+A file is refused if its header promises more pixels than `MOST_PIXELS`, so that a small file cannot
+fill memory. Formats are a fixed list, since Pillow has many old decoders.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import PIL.Image
+from PIL.Image import Image as Picture
+
+from jetrl.errors import UserError
+from jetrl.types import Image
+
+MOST_PIXELS = 2**25  # 8K video has 33.2 million
+MOST_BYTES = 2**26
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_AS_RGB = ("RGB", "L", "P", "1")  # modes whose every value is a color without loss
+
+
+def checked_image(data: bytes, where: str) -> Image:
+    """Return an image by the bytes of its file, after decoding it once.
+
+    Raises UserError, with `where` in front, for a file that is no image or is damaged, has too many
+    pixels, is animated, or has a mode that RGB does not hold.
+    """
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{where}: a file of {len(data)} bytes; at most {MOST_BYTES} are read")
+    picture = _opened(data, where)
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise UserError(f"{where}: {width} x {height} pixels; at most {MOST_PIXELS} are read")
+    if (frames := getattr(picture, "n_frames", 1)) > 1:
+        raise UserError(f"{where}: an animation of {frames} frames; give one image")
+    try:
+        picture.load()
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and others
+        raise UserError(f"{where}: a damaged {picture.format} file: {error}") from None
+    opaque = picture.mode == "RGBA" and picture.getextrema()[3] == (255, 255)
+    if not opaque and (picture.mode not in _AS_RGB or "transparency" in picture.info):
+        mode = "transparent parts" if picture.has_transparency_data else f"mode {picture.mode}"
+        raise UserError(f"{where}: the image has {mode}; convert it to RGB")
+    return Image(data, width, height)
+
+
+def decoded(image: Image) -> Picture:
+    """Return the pixels of a checked image, in RGB."""
+    return _opened(image.data, "image").convert("RGB")
+
+
+def encoded(picture: Picture, where: str) -> Image:
+    """Return the PNG file of a picture in memory."""
+    file = io.BytesIO()
+    try:
+        picture.save(file, "PNG")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: mode {picture.mode}: {error}; convert it to RGB") from None
+    return checked_image(file.getvalue(), where)
+
+
+def _opened(data: bytes, where: str) -> Any:
+    try:
+        return PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except PIL.Image.DecompressionBombError as error:
+        raise UserError(f"{where}: {error}") from None
+    except Exception as error:  # as above
+        known = ", ".join(FORMATS)
+        raise UserError(f"{where}: not an image file ({known}): {error}") from None
