@@ -24,6 +24,7 @@ step="step --plan unified --prompt-length 256"
 eight="--shape qwen3-8b --plan unified"
 decode="--case 8x128x256 --case 16x128x256 --case 32x128x256 --case 64x128x256"
 
+rows="--adapter-rank 32 --prompts 8 --samples 8 --prompt-length 256 --leave-free 78.75"
 tail="--adapter-rank 32 --prompts 64 --samples 8 --response-length 8192 --mean-length 1500"
 
 case ${1:-} in
@@ -40,6 +41,26 @@ case ${1:-} in
 8b-adapters-80gb)
     bench step_8b_adapter_80gb $step --shape qwen3-8b --adapter-rank 32 --prompts 8 --samples 8 \
         --response-length 7936 --leave-free 78.75 ;;
+# QeRL's rows: a step with adapters of rank 32 on a base in BF16, FP8 and NVFP4 in a card of 80 GB, 64
+# sequences of up to 2,304 tokens at 14B and 1,280 at 32B; rollout, update and GiB; 450 s each. A base of
+# 32B in BF16 has 61 GiB and may not fit: in a call of its own.
+14b-adapters-80gb)
+    bench step_14b_adapters_80gb step --shape qwen3-14b $rows --response-length 2048 --plan bf16 \
+        --plan unified --plan "unified base=nvfp4" ;;
+32b-adapters-80gb)
+    bench step_32b_adapters_80gb step --shape qwen3-32b $rows --response-length 1024 \
+        --plan unified --plan "unified base=nvfp4" ;;
+32b-bf16-80gb)
+    bench step_32b_bf16_80gb step --shape qwen3-32b $rows --response-length 1024 --plan bf16 ;;
+# Decode of these models at 8 to 64 sequences; a base of 32B in BF16 last; 240 and 400 s.
+14b-decode|32b-decode)
+    bench "rollout_${1%-decode}_adapters" rollout --shape "qwen3-${1%-decode}" --adapter-rank 32 \
+        --plan "unified base=nvfp4" --plan unified --plan bf16 $decode ;;
+# Ten minutes of the 30 runs of adapters_letters.toml, which take about as long: again until it exits
+# with 0. Exit code 75: runs are left. Needs build/qwen2.5-0.5b (benchmarks/qwen25.py).
+adapters-letters)
+    [ -d build/letters ] || "$python" -m benchmarks.letter_counts build/letters --steps 4 6
+    JOBS=${JOBS:-12} sh "$0" study benchmarks/study/adapters_letters.toml 9 ;;
 # What `precision.saved = int8` gains: bytes and milliseconds of a layer, 60 s; then an 8B step with as
 # many tokens per micro-batch as fit in 108 GiB, and in all of an H200, 150 s each.
 saved)
@@ -78,6 +99,8 @@ try)
     short="--prompts 2 --samples 2 --prompt-length 8 --response-length 16"
     size="--tokens-per-micro-batch 48"
     bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
+    bench try-nvfp4 step --shape tiny --device cpu $short $size --adapter-rank 4 --plan bf16 \
+        --plan "unified base=nvfp4"
     bench try-saved step --shape tiny --device cpu --plan int8 --plan "int8 saved=int8" $short
     bench try-saved-layer layer --shape tiny --device cpu --row int8 --row "int8, saved codes" \
         --tokens 32 --length 32
