@@ -84,6 +84,15 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     assert row(plan, "quantized weights") == held(policy)
 
 
+@pytest.mark.parametrize("preset", ["fp32", "int8"])
+def test_the_tower_of_a_model_with_images_is_counted(preset: str, tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(make_tiny(tmp_path / "model", "idefics3"), preset)
+    assert policy.tower is not None
+    assert policy.tower._modules is not None
+    plan = planned(settings(f"precision.preset={preset}"), policy.config)
+    assert row(plan, "image tower") == sum(p.nbytes for p in policy.tower._modules.parameters())
+
+
 def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)

@@ -524,7 +524,7 @@ PICTURE = [{"type": "image"}, {"type": "text", "text": "2+3?"}]
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"images": ["one.png"]}, "column 'images' has pictures.*only text is read: drop"),
+        ({"videos": ["one.mp4"]}, "column 'videos' has pictures.*only text, and images .*: drop"),
         ({"image_1": {"bytes": "x"}}, "column 'image_1'"),
         ({"scan": {"bytes": "x", "path": None}}, "column 'scan'"),
         ({"prompt": [{"role": "user", "content": PICTURE}]}, "part of type 'image', and no image"),

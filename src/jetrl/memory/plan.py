@@ -36,6 +36,7 @@ from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
 from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import adapted_config, lora_of
+from jetrl.models.vision import tower_shapes
 from jetrl.precision.formats import number_format
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.settings.loading import Settings
@@ -293,6 +294,10 @@ class MemoryPlan:
         self._add("adapter as forwards read it", adapter_bytes(config, plan, lora))
         sides = " for sampling and training" if config.head == "lm" else ""
         self._add(f"quantized weights{sides}", base)
+        if config.vision is not None:
+            shapes = tower_shapes(config.vision, config.hidden_size).values()
+            size = number_format(plan.rest).dtype.itemsize * sum(map(math.prod, shapes))
+            self._add("image tower", size)
 
     def _add_other_weights(self) -> None:
         settings, others, plan = self._settings, self._others, self._plan

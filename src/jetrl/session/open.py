@@ -594,10 +594,8 @@ def _refuse_images(run: RunContext, others: Mapping[str, Model | None]) -> None:
     if first is None:
         return
     # These get token ids only, where an image is a row of equal tokens.
-    settings = run.settings
     blind = [key for key, model in others.items() if model is not None and model.tower is None]
-    blind += ["reward.model_path"] if settings.reward.model_path is not None else []
-    blind += ["data.rollouts"] if settings.data.rollouts is not None else []
+    blind += ["reward.model_path"] if run.settings.reward.model_path is not None else []
     if blind:
         raise UserError(f"prompt {first!r} has images, and {blind[0]} reads text only: unset it")
 

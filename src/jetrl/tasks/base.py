@@ -203,7 +203,9 @@ class Task:
 
         Used to find eval prompts that are also training prompts.
         """
-        return content_key(prompt.text if prompt.messages is None else prompt.messages)
+        asked = prompt.text if prompt.messages is None else prompt.messages
+        images = [image.digest.hex() for image in prompt.images]
+        return content_key([asked, images] if images else asked)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         """Return cases to score at startup, as (prompt, completion, expected reward).

@@ -40,6 +40,7 @@ from jetrl.tasks.base import (
 )
 from jetrl.tasks.rewards import Checker, Rewards, UserFunction, reward_function
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
+from jetrl.tasks.shapes import COLUMNS, row_images, with_places
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.tasks.user_files import PREFIX
@@ -244,6 +245,8 @@ class Dataset(Task):
             raise UserError(f"task.options.answer is empty: checker {checker!r} needs an answer")
         check_path(path)
         self.path, self.config = path, config
+        location = Path(path).expanduser()
+        self._folder = location if location.is_dir() else location.parent
         self.format = format
         self.test_share, self.seed = test_share, seed
         fields = {
@@ -360,7 +363,7 @@ class Dataset(Task):
             return rows
         for row, _ in rows:
             self._fields.check_template(row)
-        keys = [content_key(self._fields.question(row, where)) for row, where in rows]
+        keys = [self._split_key(row, where) for row, where in rows]
         held_out = held_out_keys(keys, self.test_share, self.seed)
         if split == "test" and rows and not held_out:
             raise UserError(
@@ -369,6 +372,11 @@ class Dataset(Task):
             )
         chosen = zip(rows, keys, strict=True)
         return [row for row, key in chosen if (key in held_out) == (split == "test")]
+
+    def _split_key(self, row: Row, where: str) -> bytes:
+        asked = self._fields.question(row, where)
+        images = [image.digest.hex() for image in row_images(row, where, self._folder)]
+        return content_key([asked, images] if images else asked)
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
         fields = self._fields
@@ -391,8 +399,10 @@ class Dataset(Task):
             )
         prompt_id = fields.text(row, "id", where) or number
         field = f"{where}: field {fields.name(row, 'prompt')!r}"
+        images = row_images(row, where, self._folder)
         if isinstance(question, list | tuple) and question:
-            content: Json = {"messages": tuple(as_message(m, field) for m in question)}
+            messages = (as_message(each, field, bool(images)) for each in question)
+            content: Json = {"messages": tuple(messages)}
             if self.format == "text":
                 raise UserError(f"{field} is a list of messages, and task.options.format is 'text'")
         elif isinstance(question, str) and question:
@@ -400,8 +410,11 @@ class Dataset(Task):
         else:
             raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
         refuse_media(row, where)
+        if images:
+            content = with_places(content, images, where)
+            row = {key: value for key, value in row.items() if key not in COLUMNS}
         content |= fields.template_fields(row, where, "messages" in content)
-        prompt = Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
+        prompt = Prompt(id=prompt_id, answer=answer, metadata=dict(row), images=images, **content)
         for name in ("demonstration", "chosen", "rejected"):
             fields.completion(prompt, name, where)
         return prompt

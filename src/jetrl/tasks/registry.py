@@ -38,12 +38,13 @@ from jetrl.tasks.endpoint import Endpoint
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
+from jetrl.tasks.shapes import Shapes
 from jetrl.tasks.text import RawText
 from jetrl.tasks.toys import Arithmetic
 from jetrl.tasks.user_files import PREFIX, live, load_task_class
 from jetrl.types import Json, Prompt, Reply, Turn
 
-_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Endpoint, Gsm8k, RawText)
+_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Endpoint, Gsm8k, RawText, Shapes)
 OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 

@@ -314,7 +314,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
             known = ", ".join(map(str, data))
             raise UserError(f"task.path = {folder}: no split {split!r}; it has {known}")
         data = data[split]
-    return ((_of_arrow(row), f"{folder}, {split} row {n}") for n, row in enumerate(data))
+    return ((row, f"{folder}, {split} row {n}") for n, row in enumerate(_stored(data)))
 
 
 def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row, str]]:
@@ -322,7 +322,13 @@ def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row
     datasets = import_package("datasets", f"{where} to load")
     with _foreign_errors(f"{where} `datasets` cannot load it (config {config!r}, split {split!r})"):
         rows = datasets.load_dataset(name, config, split=split)
-    return ((_of_arrow(row), f"{name}, {split} row {number}") for number, row in enumerate(rows))
+    return ((row, f"{name}, {split} row {number}") for number, row in enumerate(_stored(rows)))
+
+
+def _stored(data: Any) -> Iterator[Row]:
+    """Yield the rows of a `datasets` object with images as their files, which it would decode."""
+    for batch in data.with_format("arrow").iter(batch_size=1000):
+        yield from map(_of_arrow, batch.to_pylist())
 
 
 def _of_arrow(row: Row) -> Row:

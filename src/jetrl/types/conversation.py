@@ -22,7 +22,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts. A template that reads one of them gets them by that name."""
 _MEDIA = re.compile(r"(image|picture|video|audio)s?(_\d+)?|multi_modal_(data|inputs)")
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
-_NOT_READ = "only text is read"
+_NOT_READ = "only text, and images in columns `image` or `images`, are read"
 
 
 def are_messages(value: Any) -> bool:
@@ -169,9 +169,13 @@ def _parsed(value: Any) -> Any:
 
 
 def refuse_media(row: Message, where: str) -> None:
-    """Raise if a row has a column of pictures, sounds or videos that is not empty."""
+    """Raise if a row has a column of sounds or videos, or of images under another name."""
     for column, value in row.items():
-        if value is None or (isinstance(value, str | list | tuple | Mapping) and not value):
+        if (
+            column in ("image", "images")
+            or value is None
+            or (isinstance(value, str | list | tuple | Mapping) and not value)
+        ):
             continue
         first = value[0] if isinstance(value, list | tuple) else value
         # `datasets` stores a picture so, and decodes it with PIL.

@@ -76,6 +76,14 @@ class StepAnswer:
     failure: str = ""
 
 
+def _without_images(item: Item | CallItem) -> Item | CallItem:
+    """Return what a worker scores without images, which no score reads."""
+    if isinstance(item, Item):
+        return replace(item, prompt=replace(item.prompt, images=()))
+    answers = [replace(each, prompt=replace(each.prompt, images=())) for each in item.answers]
+    return replace(item, answers=tuple(answers))
+
+
 class Scorer:
     """Computes a task's scores and turns in killable processes.
 
@@ -352,7 +360,7 @@ class Scorer:
 
     def _pickled(self, item: Item | CallItem) -> bytes:
         try:
-            return pickle.dumps(item)
+            return pickle.dumps(_without_images(item))
         except Exception as error:
             prompt = item.answers[0].prompt if isinstance(item, CallItem) else item.prompt
             raise UserError(

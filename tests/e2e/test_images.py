@@ -1,0 +1,79 @@
+"""Whole runs on drawn shapes: exact, resumed with the same bits, and what they refuse."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.e2e.small import SMALL, trained, without_last_checkpoint
+from tests.models.test_images import model
+
+from jetrl.errors import UserError
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
+
+TASK = """
+from jetrl.tasks.shapes import Shapes
+
+class Mine(Shapes):
+    def score(self, prompt, completion):
+        assert not prompt.images, "workers get no images"
+        return float(len(completion) % 2)
+
+    def self_test(self):
+        return []
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "mine.py").write_text(TASK)
+    base = [word for word in SMALL if not word.startswith("model.")]
+    return [
+        *base,
+        f"model.path={model(tmp_path / 'model')}",
+        f"task={tmp_path / 'mine.py'}:Mine",
+        "task.options={count=20}",
+        *["sft.steps=0", "train.updates_per_step=2", "rollout.keep_every=1", "eval.every=2"],
+        *["eval.prompts=2", "checkpoint.every=1", "checkpoint.keep_last=3", "loop.steps=3"],
+    ]
+
+
+def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_path: Path) -> None:
+    run = partial(trained, words, tmp_path)
+    uncut = run("uncut")
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    resumed = run("cut", resume=True)
+    records = [RunDirectory.open(done.run_path) for done in (uncut, resumed)]
+    last = [reproducible(record.metrics()[-1]) for record in records]
+    assert last[0] == last[1]
+    for metrics in records[0].metrics()[1:]:
+        assert (metrics["mismatch/num_different"], metrics["mismatch/num_tokens"] > 60) == (0, True)
+        assert 0 < metrics["reward/mean"] < 1
+        assert metrics["policy/grad_norm"] > 0
+    lines = records[0].rollouts(1)
+    assert {len(line["images"]) for line in lines} == {1}
+    assert lines[0]["prompt_token_ids"].count(lines[0]["prompt_token_ids"][5]) >= 4
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("sft.steps=1", "has images, on which only reinforcement learning trains"),
+        ("algorithm.name=ppo critic.path=policy", "a critic or reward model reads text only"),
+        ("adapter.kind=lora", "adapter.kind is for models without images"),
+        ("precision.preset=integer", "the bits of an image tower are not defined"),
+    ],
+)
+def test_parts_that_read_text_only_are_named(
+    setting: str, message: str, words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        trained(words, tmp_path, "run", *setting.split())
+
+
+def test_recorded_rollouts_with_images_are_refused(words: list[str], tmp_path: Path) -> None:
+    done = trained(words, tmp_path, "first", "loop.steps=1")
+    with pytest.raises(UserError, match=r"line 1: its prompt has images, of which a run records"):
+        trained(words, tmp_path, "second", f"data.rollouts={done.run_path}", "loop.steps=1")
