@@ -72,6 +72,14 @@ decode)
 step)
     bench experts_step step --shape "$shape" --layers 12 --plan int8 --plan integer --prompts 64 \
         --samples 8 --prompt-length 256 --response-length 2048 ;;
+# A step of the whole model with adapters of rank 32 on attention and experts, one GPU; 400 s.
+lora-step)
+    bench experts_lora_step step --shape "$shape" --plan int8 --adapter-rank 32 --prompts 64 \
+        --samples 8 --prompt-length 256 --response-length 2048 ;;
+# A step of OLMoE-1B-7B's shape, all parameters, next to BF16; 300 s.
+olmoe-step)
+    bench experts_olmoe_step step --shape olmoe-1b-7b --plan bf16 --plan int8 --prompts 64 \
+        --samples 8 --prompt-length 256 --response-length 1024 ;;
 # Without a GPU: these commands with tiny shapes.
 try)
     shape=tiny-experts

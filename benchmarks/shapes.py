@@ -13,6 +13,13 @@ _QWEN3_MOE = {
     "rms_norm_eps": 1e-6,
     "norm_topk_prob": True,
 }
+_OLMOE = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "rms_norm_eps": 1e-5,
+    "norm_topk_prob": False,
+    "clip_qkv": None,
+}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 
@@ -63,11 +70,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }
-# Mixtures of experts: `intermediate_size` is not used.
+# Mixtures of experts; of Qwen3's `intermediate_size` is not used.
 SHAPES["qwen3-30b-a3b"] = _shape(_QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936) | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+SHAPES["olmoe-1b-7b"] = _shape(_OLMOE, 2048, 1024, 16, 16, 16, 50304) | {
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
 }
 SHAPES["tiny-experts"] = (
     SHAPES["tiny"]
