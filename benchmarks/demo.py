@@ -2,6 +2,7 @@
 
     python -m benchmarks.demo --out build/demo                  seeds 0, 1 and 2; minutes each
     ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.demo --out build/demo --seeds 0
+    python -m benchmarks.demo --plan int8 --plan integer        seconds of the plans; minutes
 
 Sums of floats are made in another order where a processor has other vector units:
 ATEN_CPU_CAPABILITY (default, avx2, avx512) stands for other processors, and names the run. A run
@@ -12,15 +13,19 @@ that is there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import write_results
+from benchmarks.harness import print_table, write_results
 
 ACCURACY = "eval/arithmetic/mean"
 TOKENS, DIFFERENT = "mismatch/num_tokens", "mismatch/num_different"
@@ -59,6 +64,26 @@ def summary(run: Path) -> dict[str, Any]:
     }
 
 
+def plan_rows(out: Path, plans: Sequence[str]) -> list[dict[str, Any]]:
+    """Time 60 warm-up updates and ten steps of each plan, three times in turn."""
+    taken: dict[str, tuple[list[float], list[float]]] = {plan: ([], []) for plan in plans}
+    for number, plan in itertools.product(range(3), plans):
+        words = [f"run.dir={out}", f"run.name={plan}-{number}", f"precision.preset={plan}"]
+        words += ["sft.steps=60", "loop.steps=10", "eval.every=0", "report.enabled=false"]
+        command = [sys.executable, "-m", "jetrl", "train", "demo", *words]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        for seconds, lines in zip(taken[plan], metrics_of(out / f"{plan}-{number}"), strict=True):
+            seconds += [line["timing/step_s"] for line in lines[2:]]
+    rows: list[dict[str, Any]] = []
+    for plan in plans:
+        update, step = (statistics.median(seconds) for seconds in taken[plan])
+        rows.append({"plan": plan, "warm_up_update_s": round(update, 4), "step_s": round(step, 4)})
+    for row in rows:
+        for part in ("warm_up_update_s", "step_s"):
+            row[f"{part}_of_first"] = round(row[part] / rows[0][part], 3)
+    return rows
+
+
 def processor() -> str:
     """Return the name of the processor, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -71,8 +96,17 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--plan", action="append", help="time plans instead; repeatable")
     args = parser.parse_args()
     out = args.out.resolve()
+    if args.plan:
+        command = "python -m benchmarks.demo " + " ".join(f"--plan {plan}" for plan in args.plan)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = plan_rows(Path(folder), args.plan)
+        facts = {"device": f"CPU: {processor()}", "threads": torch.get_num_threads()}
+        write_results(out / "demo_plans.json", "demo", command, rows, **facts)
+        print_table(rows)
+        return
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "own")
     for seed in args.seeds:
         train(out, seed, capability)
