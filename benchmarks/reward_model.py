@@ -36,6 +36,7 @@ from benchmarks.policies import plan_of
 from benchmarks.study.statistics import mean_interval
 
 from jetrl import load_config
+from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.session.open import check_pairs
@@ -93,7 +94,9 @@ def of_seed(seed: int, args: argparse.Namespace) -> list[Row]:
         words += [f"run.seed={seed}", f"sft.steps={args.steps}", f"eval.prompts={args.pairs}"]
         words += [f"run.device={args.device}", *TRAINING.split(), *args.settings]
         settings = load_config(None, words)
-        pairs = check_pairs(settings).eval_pairs
+        # Only the held-out pairs: training reads the others.
+        held_out = load_config(None, [*words, "task.split=test"])
+        pairs = check_pairs(held_out).eval_pairs
         began = time.perf_counter()
         train_reward_model(settings, written)
         training_s = round(time.perf_counter() - began, 1)
@@ -155,6 +158,16 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def earlier_rows(out: Path | None, command: str) -> list[Row]:
+    """Return the rows of a file that the same command has begun; none without a file."""
+    if out is None or not out.is_file():
+        return []
+    results = json.loads(out.read_text(encoding="utf-8"))
+    if results["command"] != command:
+        raise UserError(f"--out {out}: the file of another command: {results['command']}")
+    return list(results["rows"])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,14 +178,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=400, help="updates of 32 pairs")
     parser.add_argument("--pairs", type=int, default=1000, help="held-out pairs")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="JSON file, written after each seed")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file, written after each seed, and continued"
+    )
     args = parser.parse_args(argv)
-    rows: list[Row] = []
-    for seed in range(args.seeds):
+    command = command_typed("python -m benchmarks.reward_model", argv)
+    rows = earlier_rows(args.out, command)
+    for seed in range(len(rows) // len(PLANS), args.seeds):
         rows += of_seed(seed, args)
         print_table(rows[-len(PLANS) :])
         if args.out is not None:
-            command = command_typed("python -m benchmarks.reward_model", argv)
             write_results(args.out, "reward_model", command, rows, verdicts=verdicts(rows))
     print_table(verdicts(rows))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import reward_model
+from jetrl.errors import UserError
 from jetrl.models.tiny import make_tiny
 
 ANSWER = "He has 48/2 = <<48/2=24>>24 clips.\nThat is 24+3 = <<24+3=27>>27.\n#### 27"
@@ -75,3 +76,11 @@ def test_one_set_of_weights_is_scored_under_each_plan(
     assert base["score_std"] > 0, "two updates have moved the head from zero"
     assert all(row["mean_abs_score_change"] > 0 for row in others)
     assert {row["verdict"] for row in found["verdicts"]} == {"nothing is shown"}
+    # The same command continues, another one is refused.
+    longer = [model, *tiny, *words[2:], "--seeds", "1"]
+    with pytest.raises(UserError, match=r"reward_model\.json: the file of another command"):
+        reward_model.main([*map(str, longer), "--steps", "3"])
+    found["rows"][0]["accuracy"] = 0.25
+    out.write_text(json.dumps(found))
+    reward_model.main([str(model), *tiny, *words])
+    assert json.loads(out.read_text()) == found
