@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.idefics3 import Idefics3ImageProcessorPil, Idefics3Processor
+from transformers.models.smolvlm import processing_smolvlm
 
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
+from jetrl.models.vision import tower_shapes
 from jetrl.models.vision_shape import VisionConfig
 from jetrl.types import Image, ImageSpan, Prompt, PromptInputs
 from jetrl.types.images import encoded
@@ -101,6 +106,87 @@ def test_tokens_log_probs_and_gradients_are_those_of_transformers(
         grad = masters[name].grad
         assert grad is not None
         assert (grad - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
+
+
+def test_messages_are_written_as_by_transformers(path: Path) -> None:
+    policy = Policy.from_pretrained(path, "fp32", device="meta")
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    assert tokenizer is not None
+    tokenizer.add_tokens(["<end_of_utterance>"], special_tokens=True)  # as their processor does
+    tokenizer.chat_template = processing_smolvlm.DEFAULT_CHAT_TEMPLATE
+    text, image = (lambda text: {"type": "text", "text": text}), {"type": "image"}
+    images = (picture(1), picture(2, 40, 9))
+    messages = (
+        {"role": "system", "content": [text("Look.")]},
+        {"role": "user", "content": [image, text("or"), image, text("?")]},
+        {"role": "assistant", "content": [text("Both")]},
+        {"role": "user", "content": [text("No")]},
+    )
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    read = read_by_transformers(path, str(rendered), images)
+    as_text = ({"role": "user", "content": "<image>or<image>?"}, messages[0], *messages[2:])
+    for told in (messages, (as_text[1], as_text[0], *as_text[2:])):
+        said = [
+            each if isinstance(each["content"], str) or image in each["content"]
+            else {**each, "content": each["content"][0]["text"]}
+            for each in told
+        ]  # fmt: skip
+        prompt = Prompt("p", messages=tuple(said), images=images)
+        inputs = encode_prompt(tokenizer, prompt, tower=policy.tower)
+        assert list(inputs) == read["input_ids"][0].tolist()
+        assert sum(span.length for span in inputs.images) == 4 * (5 + 5 - 2)
+    with pytest.raises(UserError, match=r"a part of type 'image', and no image comes with it"):
+        encode_prompt(tokenizer, replace(prompt, messages=messages, images=()), tower=policy.tower)
+    with pytest.raises(UserError, match=r"special_tokens_as_text = all"):
+        encode_prompt(tokenizer, prompt, plain_text="all", tower=policy.tower)
+
+
+SMOLVLM = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "model_type": "idefics3",
+    "image_token_id": 49190,
+    "scale_factor": 4,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000,
+        "vocab_size": 49280,
+        "eos_token_id": 49279,
+        "perceiver_config": {"model_type": "vllama3"},
+        "pixel_shuffle_factor": 4,
+    },
+    "vision_config": {
+        "hidden_size": 768,
+        "image_size": 512,
+        "max_image_size": {"longest_edge": 512},
+        "num_attention_heads": 12,
+        "patch_size": 16,
+        "size": {"longest_edge": 2048},
+    },
+}
+
+
+def test_the_sizes_of_smolvlm_256m_are_read() -> None:
+    config = ModelConfig.from_hf(SMOLVLM)
+    assert config.vision is not None
+    assert (config.vision.tokens, config.eos_token_ids) == (64, (49279,))
+    tower = tower_shapes(config.vision, config.hidden_size)
+    language, seen = (sum(map(math.prod, x.values())) for x in (parameter_shapes(config), tower))
+    theirs = AutoConfig.for_model(**{k: v for k, v in SMOLVLM.items() if k != "architectures"})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(theirs)
+    assert language + seen == sum(p.numel() for p in model.parameters())
+    names = {part.name for parts in stored_tensors(config).values() for part in parts}
+    assert names | tower.keys() == model.state_dict().keys()
 
 
 def test_features_are_computed_once_and_again_when_they_were_dropped(
