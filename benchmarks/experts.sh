@@ -59,12 +59,10 @@ bits)
     bench experts_bits parity --shape "$shape" --layers 12 --updates 2 --plan int8 \
         --plan "$gradients" --plan integer --load 256x200x2048 --load 8x100x16000 ;;
 # The same with adapters of rank 16 on all linear layers, also those of experts, of two layers, whose A
-# and B are random; 200 s. In a file for each plan, since a backend may refuse one.
+# and B are random; 200 s.
 adapters-bits)
-    for plan in int8 "$gradients" integer; do
-        bench "experts_adapters_bits_$(echo "$plan" | tr ' =' __)" parity --shape "$shape" --layers 2 \
-            --adapter-rank 16 --updates 2 --plan "$plan" --load 256x200x2048 --load 8x100x16000
-    done ;;
+    bench experts_adapters_bits parity --shape "$shape" --layers 2 --adapter-rank 16 --updates 2 \
+        --plan int8 --plan "$gradients" --load 256x200x2048 --load 8x100x16000 ;;
 # Decode of the whole model at 8 and 256 sequences; 240 s.
 decode)
     bench experts_decode rollout --shape "$shape" --plan int8 --case 8x128x256 --case 256x128x256 ;;

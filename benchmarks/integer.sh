@@ -30,18 +30,6 @@ bits() { # SHAPE OPTIONS...
 }
 loads="--load 256x200x2048 --load 32x100x16000 --load 1x100x16000"
 
-# The same with adapters of rank 32 on a frozen base, whose A and B are random; also under `int8`.
-adapters() { # SHAPE OPTIONS...
-    shape=$1
-    shift
-    for plan in int8 integer; do
-        for backend in $backends; do
-            bench "adapters_bits_${shape}_${plan}_$backend" parity --shape "$shape" \
-                --adapter-rank 32 --updates 2 --plan "$plan backend=$backend" "$@"
-        done
-    done
-}
-
 # Drafts of which 60% are right: tokens and log-probs must be those of the calls without drafts.
 drafts() { # SHAPE OPTIONS...
     shape=$1
@@ -90,12 +78,6 @@ bits-qwen3-1.7b)
 # 400 s.
 bits-qwen3-8b)
     bits "${1#bits-}" $loads ;;
-# 60 s for each plan and backend.
-adapters-smollm2-135m|adapters-qwen2.5-0.5b|adapters-qwen3-0.6b|adapters-qwen3-1.7b)
-    adapters "${1#adapters-}" $loads ;;
-# 140 s for each plan and backend.
-adapters-qwen3-8b)
-    adapters "${1#adapters-}" $loads ;;
 # 90 s.
 drafts-smollm2-135m|drafts-qwen2.5-0.5b|drafts-qwen3-0.6b|drafts-qwen3-1.7b|drafts-qwen3-8b)
     drafts "${1#drafts-}" --case 8x8x128x256 ;;
@@ -132,7 +114,6 @@ try)
     backends=auto
     tiny="--layers 1 --device cpu"
     bits tiny $tiny --load 5x6x70
-    adapters tiny $tiny --load 5x6x70
     drafts tiny $tiny --case 1x2x8x16
     "$python" -m benchmarks.digest steps --leg cpu:1 --leg cpu --out "$out/digest_try.json" \
         sft.steps=2 loop.steps=2 rollout.prompts_per_step=4 rollout.samples_per_prompt=4

@@ -41,6 +41,12 @@ case ${1:-} in
 8b-adapters-80gb)
     bench step_8b_adapter_80gb $step --shape qwen3-8b --adapter-rank 32 --prompts 8 --samples 8 \
         --response-length 7936 --leave-free 78.75 ;;
+# Sampler and trainer with adapters whose A and B are random, after two updates; 120 s a shape.
+adapters-bits)
+    for shape in qwen3-1.7b qwen3-8b; do
+        bench "adapters_bits_$shape" parity --shape "$shape" --adapter-rank 32 --updates 2 \
+            --plan int8 --load 256x200x2048 --load 32x100x16000 --load 1x100x16000
+    done ;;
 # QeRL's rows: a step with adapters of rank 32 on a base in BF16, FP8 and NVFP4 in a card of 80 GB, 64
 # sequences of up to 2,304 tokens at 14B and 1,280 at 32B; rollout, update and GiB; 450 s each. A base of
 # 32B in BF16 has 61 GiB and may not fit: in a call of its own.
@@ -98,6 +104,8 @@ try)
     tiny="--shape tiny --layers 1 --device cpu --plan unified"
     short="--prompts 2 --samples 2 --prompt-length 8 --response-length 16"
     size="--tokens-per-micro-batch 48"
+    bench try-adapters-bits parity --shape tiny --layers 1 --device cpu --adapter-rank 4 \
+        --plan int8 --load 5x6x70
     bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
     bench try-nvfp4 step --shape tiny --device cpu $short $size --adapter-rank 4 --plan bf16 \
         --plan "unified base=nvfp4"
