@@ -266,6 +266,9 @@ def test_a_configuration_that_is_not_supported_is_named(
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"size": 5}, r"preprocessor_config.json: size = 5"),
+        ({"max_image_size": {}}, r"max_image_size.longest_edge is missing"),
+        ({"image_mean": {}, "resample": "x", "do_pad": 3}, r"transformers cannot use it"),
         ({"size": {"longest_edge": 80}}, "size.longest_edge = 80: should be a multiple"),
         (
             {"max_image_size": {"longest_edge": 16}},

@@ -20,14 +20,17 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import torch
 from torch import Tensor, nn
 from transformers import models
 
 from jetrl.errors import UserError
+from jetrl.files import checked
 from jetrl.models.block import Shapes
+from jetrl.models.hf_files import first_line
 from jetrl.models.packed import ImageRows
-from jetrl.models.vision_shape import VisionShape
+from jetrl.models.vision_shape import PROCESSOR, VisionShape
 from jetrl.types import IMAGE_MARK, Image, ImageSpan, Json
 from jetrl.types.images import decoded
 
@@ -214,16 +217,25 @@ def _processor(contents: Json, side: int) -> Any:
             "this version of transformers has no image processor based on Pillow for Idefics3: "
             "install a newer one (constraints.txt names the version that was tested)"
         )
-    made = library.Idefics3ImageProcessorPil.from_dict(dict(contents))
-    tile, longest = made.max_image_size["longest_edge"], made.size["longest_edge"]
+    file = "preprocessor_config.json"
+    read = checked(PROCESSOR, contents, file)
+    tile, longest = read.max_image_size.longest_edge, read.size.longest_edge
     if tile != side:
         raise UserError(
-            f"preprocessor_config.json: max_image_size.longest_edge = {tile}: should be {side}, "
+            f"{file}: max_image_size.longest_edge = {tile}: should be {side}, "
             "vision_config.image_size in config.json"
         )
-    if made.do_image_splitting and longest % tile:
+    if read.do_image_splitting and longest % tile:
         raise UserError(
-            f"preprocessor_config.json: size.longest_edge = {longest}: should be a multiple of "
+            f"{file}: size.longest_edge = {longest}: should be a multiple of "
             f"max_image_size.longest_edge = {tile}"
         )
+    try:
+        made = library.Idefics3ImageProcessorPil.from_dict(dict(contents))
+        trial = made([[PIL.Image.new("RGB", (side, side))]], return_tensors="pt")
+    except Exception as error:  # values that transformers does not check
+        raise UserError(f"{file}: transformers cannot use it: {first_line(error)}") from error
+    shape = tuple(trial["pixel_values"].shape[2:])
+    if shape != (3, side, side):
+        raise UserError(f"{file}: makes tiles of shape {shape}, not {(3, side, side)}")
     return made

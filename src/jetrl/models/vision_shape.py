@@ -65,4 +65,18 @@ class VisionShape(Stored, extra="ignore"):
         return (self._patches // self.scale_factor) ** 2
 
 
-VISION = TypeAdapter(VisionShape)
+class Edge(Stored):
+    """A size of images by its longest edge, in pixels."""
+
+    longest_edge: Side
+
+
+class ProcessorConfig(Stored):
+    """The keys of preprocessor_config.json that give the number of an image's tiles."""
+
+    do_image_splitting: bool = True
+    size: Edge
+    max_image_size: Edge
+
+
+VISION, PROCESSOR = TypeAdapter(VisionShape), TypeAdapter(ProcessorConfig)
