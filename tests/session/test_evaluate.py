@@ -117,7 +117,7 @@ def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypat
     monkeypatch.setattr("jetrl.session.sampling.encode_prompt", lambda *_: PromptInputs((1,)))
     task = get_task("arithmetic")
     task.stop = stop
-    model = SimpleNamespace(tokenizer=None, plain_text=None)
+    model = SimpleNamespace(tokenizer=None, plain_text=None, tower=None)
     with pytest.raises(UserError, match=r"task arithmetic, split train: stop of prompt .* a list"):
         encode_prompts(model, task, "train")
 

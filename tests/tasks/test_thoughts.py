@@ -102,7 +102,7 @@ def test_prompts_say_whether_they_open_a_thought(template, begun, in_thought, tm
     row = {"prompt": asked, "answer": "7"}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     config = SimpleNamespace(max_position_embeddings=4096)
-    model = SimpleNamespace(tokenizer=tokenizer, plain_text="replies", config=config)
+    model = SimpleNamespace(tokenizer=tokenizer, plain_text="replies", config=config, tower=None)
     task = get_task("dataset", path=str(tmp_path / "rows.jsonl"))
     (encoded, *_) = encode_prompts(model, task, "train")
     assert encoded.prompt.in_thought is in_thought
