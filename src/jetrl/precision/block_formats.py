@@ -108,7 +108,7 @@ class BlockFormat:
 
     @property
     def bytes_per_value(self) -> float:
-        """Bytes of a code and of its share of a scale, without the few of `s`."""
+        """Bytes of a code and its share of the block's scale; the second scale is not counted."""
         return self.bits / 8 + 1 / (self.block[0] * self.block[1])
 
 
