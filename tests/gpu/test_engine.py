@@ -42,7 +42,13 @@ def test_state_moves_as_the_reference_says() -> None:
         return torch.randint(0, high, shape, generator=generator)
 
     cpu = DecodeState.empty(slots, width, torch.device("cpu"))
-    for name, high in {"token": 50, "position": 500, "key": 2**62, "active": 2}.items():
+    for name, high in {
+        "token": 50,
+        "position": 500,
+        "key": 2**62,
+        "active": 2,
+        "offset": 99,
+    }.items():
         getattr(cpu, name).copy_(integers(high, slots))
     cpu.limit.copy_(cpu.position + 1 + integers(3, slots))
     cpu.tables.copy_(integers(10**6, slots, width))

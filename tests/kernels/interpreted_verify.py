@@ -43,6 +43,7 @@ def records(slots: int, random: torch.Generator) -> tuple[DecodeState, DraftText
     state.limit.copy_(state.position + below(12, slots, low=1))
     state.key.copy_(below(2**62, slots))
     state.seed.copy_(5 + 2**40 * torch.arange(len(state.seed)))
+    state.offset.copy_(-below(10, slots))
     state.tables.copy_(below(100, slots, 4))
     state.token.copy_(below(VOCABULARY, slots))
     state.stops[:2] = torch.tensor([1, 3])

@@ -55,7 +55,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     bits = _random_bits(state, rows, position + 1)
     return DecodeInputs(
         token_ids=torch.where(active, state.token[rows], 0).long(),
-        positions=position,
+        positions=torch.where(active, position + state.offset[rows], 0),
         slots=torch.where(active, page * page_size + position % page_size, -1),
         lengths=torch.where(active, position + 1, 0).int(),
         bits=torch.where(active, bits, -1),
@@ -153,7 +153,7 @@ def verify_inputs(
 
     return VerifyInputs(
         token_ids=by_row(tokens.long(), 0),
-        positions=by_row(positions, 0),
+        positions=by_row(positions + state.offset[slot], 0),
         slots=by_row(page * page_size + positions % page_size, -1),
         bits=by_row(bits, -1),
         keys=by_row(lengths[:, None].expand_as(used)[used], 0),

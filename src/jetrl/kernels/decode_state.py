@@ -38,6 +38,7 @@ class DecodeState:
         active: int32 [S], 1 for a running sequence, 0 for a free slot or a finished sequence.
         tables: int32 [S, W], KV pages of the sequence, ordered by position.
         seed: int64 [S], random seed of the sequence.
+        offset: int32 [S], rotary position of a token minus its position.
         stops: int32 [1 + MAX_STOP_IDS], number of stop ids, then the ids.
     """
 
@@ -48,6 +49,7 @@ class DecodeState:
     active: Tensor
     tables: Tensor
     seed: Tensor
+    offset: Tensor
     stops: Tensor
 
     @staticmethod
@@ -63,6 +65,7 @@ class DecodeState:
             active=zeros(slots),
             tables=zeros(slots, width),
             seed=zeros(slots, dtype=torch.int64),
+            offset=zeros(slots),
             stops=zeros(1 + MAX_STOP_IDS),
         )
 
@@ -74,7 +77,8 @@ class DecodeInputs:
     Rows of inactive sequences have length 0, slot -1 and bits -1, and change nothing.
 
     Attributes:
-        token_ids: int64 [B], like positions.
+        token_ids: int64 [B].
+        positions: int64 [B], rotary positions of the tokens.
         slots: int64 [B], cache slots of the new keys and values: page * page_size + offset.
         lengths: int32 [B], number of keys that the query attends to.
         bits: int64 [B], random bits of the sample (`kernels.sampling.random_bits`).
@@ -203,7 +207,8 @@ class VerifyInputs:
     bits -1, and change nothing. If Q is 1, each sequence has one row, which is padding if inactive.
 
     Attributes:
-        token_ids: int64 [R], like positions.
+        token_ids: int64 [R].
+        positions: int64 [R], rotary positions of the tokens.
         slots: int64 [R], cache slots of keys and values: page * page_size + offset.
         bits: int64 [R], random bits of the sample at each position.
         keys: int32 [R], number of keys that the last query of the same sequence attends to; 0 for

@@ -62,6 +62,7 @@ def _inputs_kernel(
     active_ptr,
     tables_ptr,
     seed_ptr,
+    offset_ptr,
     rows_ptr,
     token_ids_ptr,
     positions_ptr,
@@ -90,8 +91,9 @@ def _inputs_kernel(
     bits = random_bits(seed, key, position.to(tl.int64) + 1)
 
     # The buffers are uninitialized, so inactive rows are written too.
+    turned = position + tl.load(offset_ptr + slot, mask=active, other=0)
     tl.store(token_ids_ptr + row, token.to(tl.int64), mask=mask)
-    tl.store(positions_ptr + row, position.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + row, turned.to(tl.int64), mask=mask)
     tl.store(slots_ptr + row, tl.where(active, place, -1), mask=mask)
     tl.store(lengths_ptr + row, tl.where(active, position + 1, 0), mask=mask)
     tl.store(bits_ptr + row, tl.where(active, bits, -1), mask=mask)
@@ -160,6 +162,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
         state.active,
         state.tables,
         state.seed,
+        state.offset,
         rows,
         token_ids,
         positions,
@@ -351,6 +354,7 @@ def _verify_inputs_kernel(
     active_ptr,
     tables_ptr,
     seed_ptr,
+    offset_ptr,
     quality_ptr,
     draft_ptr,
     counts_ptr,
@@ -399,6 +403,7 @@ def _verify_inputs_kernel(
 
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr + slot, mask=active, other=0)
+    offset = tl.load(offset_ptr + slot, mask=active, other=0)
     last = tl.load(token_ptr + slot, mask=active, other=0)
     # The trip count is a launch argument: an unrolled loop would take seconds to compile.
     for j in range(width):
@@ -413,7 +418,8 @@ def _verify_inputs_kernel(
         out = first + j
         written = (used | (mask & (width == 1))) & (out < size)
         tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
-        tl.store(positions_ptr + out, at.to(tl.int64), mask=written)
+        turned = tl.where(used, at + offset, 0)
+        tl.store(positions_ptr + out, turned.to(tl.int64), mask=written)
         tl.store(slots_ptr + out, tl.where(used, place, -1), mask=written)
         tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=written)
         tl.store(keys_ptr + out, length, mask=written)
@@ -568,6 +574,7 @@ def verify_inputs(
         state.active,
         state.tables,
         state.seed,
+        state.offset,
         draft_text.quality,
         drafts.tokens,
         drafts.counts,

@@ -179,9 +179,8 @@ class Decoder(nn.Module):
         x = inputs.embedded(x)
         tell(self.trace, "embed", x)
         delta = None
-        for index, layer in enumerate(self.layers):
+        for layer, rotation in zip(self.layers, self.rotations(inputs), strict=True):
             last = layer is self.layers[-1]
-            rotation = self.rotation(index, inputs.positions)
             if activation_checkpointing:
                 x, delta = checkpoint(
                     layer, x, delta, rotation, kv, side, self.trace, last,
@@ -194,11 +193,15 @@ class Decoder(nn.Module):
         tell(self.trace, "norm", x)
         return x
 
-    def rotation(self, index: int, positions: Tensor) -> Rotation:
-        """Return the angles and factors of a layer's heads."""
-        table = self.rotary_table if self.layers[index].rotates else self.still_table
-        exponents = None if self.exponents is None else self.exponents[index]
-        return Rotation(positions, table, exponents)
+    def rotations(self, inputs: ForwardInputs) -> list[Rotation]:
+        """Return the angles and factors of each layer's heads."""
+        turned, found = inputs.turned(self.rotary_table), []
+        for index in range(len(self.layers)):
+            still = not self.layer(index).rotates
+            positions, table = (inputs.positions, self.still_table) if still else turned
+            exponents = None if self.exponents is None else self.exponents[index]
+            found.append(Rotation(positions, table, exponents))
+        return found
 
     def segment(
         self, index: int, total: Tensor | None, entered: Tensor

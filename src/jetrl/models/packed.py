@@ -46,10 +46,13 @@ class ImageRows:
     Attributes:
         places: int64 [N], rows of the forward, ascending.
         features: [N, D], in the dtype of activations.
+        turns: int64 [N, R / 2], the rotary position of each pair of channels (M-RoPE); None: all
+            pairs have the token's.
     """
 
     places: Tensor
     features: Tensor
+    turns: Tensor | None = None
 
     def among(self, rows: Tensor, count: int) -> ImageRows:
         """Return what is left in a forward of the chosen `rows`, int64 [C], of `count` rows."""
@@ -57,7 +60,13 @@ class ImageRows:
         index[rows] = torch.arange(len(rows), device=rows.device)
         places = index[self.places]
         kept = places >= 0
-        return ImageRows(places[kept], self.features[kept])
+        turns = None if self.turns is None else self.turns[kept]
+        return ImageRows(places[kept], self.features[kept], turns)
+
+    def to(self, device: torch.device) -> ImageRows:
+        """Return the rows on a device, without waiting for it."""
+        turns = None if self.turns is None else upload(self.turns, device)
+        return ImageRows(upload(self.places, device), upload(self.features, device), turns)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class ForwardInputs:
 
     Attributes:
         token_ids: int64 [T].
-        positions: int64 [T], each token's position in its sequence.
+        positions: int64 [T], each token's rotary position.
         images: The tokens whose embeddings are features of images; None without any.
     """
 
@@ -95,9 +104,7 @@ class ForwardInputs:
 
     def to(self, device: torch.device) -> ForwardInputs:
         """Return the inputs on a device, without waiting for it."""
-        images = self.images
-        if images is not None:
-            images = ImageRows(upload(images.places, device), upload(images.features, device))
+        images = None if self.images is None else self.images.to(device)
         token_ids, positions = upload(self.token_ids, device), upload(self.positions, device)
         return ForwardInputs(token_ids, positions, images)
 
@@ -105,6 +112,19 @@ class ForwardInputs:
         """Return embeddings [T, D] of the tokens with the features of images in their places."""
         images = self.images
         return x if images is None else x.index_copy(0, images.places, images.features)
+
+    def turned(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return positions [T] and the table of angles [positions, 2, R / 2] that they index.
+
+        With the turns of images it is a table of the T tokens, made of rows of the given one.
+        """
+        images = self.images
+        if images is None or images.turns is None:
+            return self.positions, table
+        pairs = torch.arange(table.shape[-1], device=table.device)
+        rows = table[images.turns, :, pairs].transpose(1, 2)
+        own = table[self.positions].index_copy(0, images.places, rows)
+        return torch.arange(len(own), device=own.device), own
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[ForwardInputs, Tensor]:

@@ -176,13 +176,16 @@ class Policy(Model):
         if not sequences:
             return []
         inputs, cu_seqlens = pack(sequences, self.device)
-        spans = [
-            span
-            for sequence, start in zip(given, cu_seqlens.tolist(), strict=False)
-            if isinstance(sequence, PromptInputs)
-            for span in sequence.image_spans(0, len(sequence), at=start)
-        ]
-        inputs = replace(inputs, images=self.image_rows(spans))
+        positions, spans = inputs.positions.tolist(), []
+        for sequence, start in zip(given, cu_seqlens.tolist(), strict=False):
+            if isinstance(sequence, PromptInputs):
+                positions[start : start + len(sequence)] = sequence.positions(0, len(sequence))
+                spans += sequence.image_spans(0, len(sequence), at=start)
+        inputs = replace(
+            inputs,
+            positions=torch.tensor(positions, device=self.device),
+            images=self.image_rows(spans),
+        )
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
         logprobs, _ = self.train_logprobs(
             inputs, cu_seqlens, targets, temperature, token_filter=token_filter

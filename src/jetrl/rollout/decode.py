@@ -402,16 +402,25 @@ class DecodeBatch:
         if arrived:
             # `max_cached_tokens` is also the position of the last possible token.
             arrivals = [
-                (slot, new.generated[-1], start, new.max_cached_tokens, new.key, new.params.seed)
+                (
+                    slot,
+                    new.generated[-1],
+                    start,
+                    new.max_cached_tokens,
+                    new.key,
+                    new.params.seed,
+                    new.prompt.offset,
+                )
                 for slot, new, start in arrived
             ]
             columns = to_device(arrivals, self._device).unbind(1)
-            slots, token_ids, positions, limits, keys, seeds = columns
+            slots, token_ids, positions, limits, keys, seeds, offsets = columns
             state.token[slots] = token_ids.int()
             state.position[slots] = positions.int()
             state.limit[slots] = limits.int()
             state.key[slots] = keys
             state.seed[slots] = seeds
+            state.offset[slots] = offsets.int()
             state.active[slots] = 1
         if arrived and self.speculation is not None:
             self.speculation.admit([(slot, new) for slot, new, _ in arrived])

@@ -275,10 +275,9 @@ class DecoderGraphs:
         x = embed(inputs.token_ids, decoder.embedding, decoder.weights.gradients)
         x = inputs.embedded(x)
         count = len(decoder.layers)
-        for index in range(count):
+        for index, rotation in enumerate(decoder.rotations(inputs)):
             mixer = decoder.layer(index).mixer
             qkv = mixer.qkv.with_bias(self._segment(graphs, index, x))
-            rotation = decoder.rotation(index, inputs.positions)
             x = mixer.attend(qkv, rotation, kv, None, index == count - 1)
         return self._segment(graphs, count, x)
 

@@ -57,17 +57,37 @@ class Image:
 
 
 @dataclass(frozen=True)
+class ImageGrid:
+    """The rows and columns of an image's features, for rotary positions by time, row and column.
+
+    Attributes:
+        position: The rotary position of the first feature, counted from the sequence's start.
+    """
+
+    position: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class ImageSpan:
     """Tokens of a sequence whose embeddings are features of an image.
 
     Attributes:
         first: The first of the image's features that the span has; a token has one feature.
+        grid: The image's grid; None if each token advances the rotary position by one.
     """
 
     image: Image
     start: int
     length: int
     first: int = 0
+    grid: ImageGrid | None = None
+
+    @property
+    def spared(self) -> int:
+        """The tokens of a whole image minus the rotary positions that it takes."""
+        return 0 if self.grid is None else self.length - max(self.grid.rows, self.grid.columns)
 
     def within(self, start: int, stop: int, at: int = 0) -> ImageSpan | None:
         """Return the part in tokens [start, stop), counted so that token `start` is `at`."""
@@ -75,7 +95,9 @@ class ImageSpan:
         if begin >= end:
             return None
         skipped = begin - self.start
-        return ImageSpan(self.image, begin - start + at, end - begin, self.first + skipped)
+        return replace(
+            self, start=begin - start + at, length=end - begin, first=self.first + skipped
+        )
 
 
 @dataclass(frozen=True)
@@ -151,8 +173,21 @@ class PromptInputs(Sequence[int]):
         return self.token_ids[index]
 
     def positions(self, start: int, stop: int) -> Sequence[int]:
-        """Return the positions of tokens [start, stop); those after the prompt follow it."""
-        return range(start, stop)
+        """Return the rotary positions of tokens [start, stop); those after the prompt follow it.
+
+        Tokens after an image with a grid follow its last row or column. Its own tokens turn by
+        other positions (`models.packed.ImageRows.turns`).
+        """
+        positions: Sequence[int] = range(start, stop)
+        for span in self.images:
+            end = span.start + span.length
+            positions = [p - span.spared * (i >= end) for i, p in enumerate(positions, start)]
+        return positions
+
+    @property
+    def offset(self) -> int:
+        """The rotary position of tokens after the prompt minus their place in the sequence."""
+        return -sum(span.spared for span in self.images)
 
     def image_spans(self, start: int, stop: int, at: int = 0) -> list[ImageSpan]:
         """Return the images in tokens [start, stop), counted so that token `start` is `at`."""
@@ -407,7 +442,7 @@ class Batch:
 
     Attributes:
         token_ids: int64 [T].
-        positions: int64 [T], each token's position in its sequence.
+        positions: int64 [T], each token's rotary position.
         cu_seqlens: int64 [S+1], the starts of the sequences, and T.
         loss_mask: bool [T], True for sampled tokens whose log-prob, given the tokens before, is
             trained on; never at a sequence's first token.
