@@ -27,12 +27,17 @@ class Mine(Shapes):
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def family(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "idefics3"))
+
+
+@pytest.fixture
+def words(family: str, tmp_path: Path) -> list[str]:
     (tmp_path / "mine.py").write_text(TASK)
     base = [word for word in SMALL if not word.startswith("model.")]
     return [
         *base,
-        f"model.path={model(tmp_path / 'model')}",
+        f"model.path={model(tmp_path / 'model', family)}",
         f"task={tmp_path / 'mine.py'}:Mine",
         "task.options={count=20}",
         *["sft.steps=0", "train.updates_per_step=2", "rollout.keep_every=1", "eval.every=2"],
@@ -40,6 +45,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"], indirect=True)
 def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_path: Path) -> None:
     run = partial(trained, words, tmp_path)
     uncut = run("uncut")

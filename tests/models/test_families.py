@@ -238,7 +238,7 @@ def test_refused(changes: dict[str, object], message: str) -> None:
     "config, words",
     [
         ({"model_type": "qwen3_next", "num_experts": 512}, "experts, .*supported family is qwen3;"),
-        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "images or audio, .*qwen2;"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "images or audio, .*qwen2;"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512}, "latent att"),
         ({"model_type": "gemma3", "text_config": {"sliding_window": 512}}, "a sliding window"),
         ({"model_type": "mamba", "state_size": 16}, "recurrent layers"),

@@ -31,6 +31,7 @@ from jetrl.types import Image, ImageSpan, Prompt, PromptInputs
 from jetrl.types.images import encoded
 
 SPLIT = {"longest_edge": 64}  # two tiles of 32 pixels to a side
+AREA = {"shortest_edge": 256, "longest_edge": 1024}  # 4 to 16 features of 8 x 8 pixels
 
 
 def picture(seed: int, width: int = 20, height: int = 30) -> Image:
@@ -44,7 +45,9 @@ def change(file: Path, **changes: Any) -> None:
 
 def model(path: Path, family: str = "idefics3", tiles: bool = True, **sizes: Any) -> Path:
     make_tiny(path, family, initializer_range=0.2, **sizes)
-    if tiles:
+    if family == "qwen2_5_vl":
+        change(path / "preprocessor_config.json", size=AREA)
+    elif tiles:
         change(path / "preprocessor_config.json", do_image_splitting=True, size=SPLIT)
     return path
 

@@ -19,21 +19,21 @@ from jetrl.training.packing import pack
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score
 
 PARAMS = SamplingParams(n=3, max_tokens=10, temperature=0.9, ignore_eos=True, seed=4)
-LONG = "What is it? " * 8  # so that prompts have a whole block of 128 tokens
+LONG = "What is it? " * 9  # so that prompts have a whole block of 128 tokens
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    path = model(tmp_path_factory.mktemp("models") / "tiles")
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    path = model(tmp_path_factory.mktemp("models") / "tiles", request.param)
     return Policy.from_pretrained(path, "unified")
 
 
 @pytest.fixture(scope="module")
 def prompts(policy: Policy) -> list[PromptInputs]:
     return [
-        encode(policy, LONG + "<image> or <image>?", [picture(1), picture(2, 40, 9)]),
+        encode(policy, LONG + "<image> or is it <image>?", [picture(1), picture(2, 40, 9)]),
         encode(policy, "<image>", [picture(3)]),
-        encode(policy, LONG + "<image> or <image>?", [picture(4), picture(2, 40, 9)]),
+        encode(policy, LONG + "<image> or is it <image>?", [picture(4), picture(2, 40, 9)]),
         encode(policy, "no image", []),
     ]
 
@@ -78,8 +78,9 @@ def test_sampler_and_trainer_have_the_same_bits(
     assert num_different(policy, samples[4:5], False) == 0
 
 
-def test_features_are_computed_once_and_survive_an_update(tmp_path: Path) -> None:
-    policy = Policy.from_pretrained(model(tmp_path / "model"), "unified")
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_features_are_computed_once_and_survive_an_update(family: str, tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(model(tmp_path / "model", family), "unified")
     asked = [encode(policy, "<image>?<image>", [picture(1), picture(2)])] * 2
     for _ in range(2):
         samples = samples_of(asked, RolloutEngine(policy, page_size=8).generate(asked, PARAMS))

@@ -35,7 +35,7 @@ from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
 from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope, rotary_channels
-from jetrl.models.vision_shape import VISION, VisionShape
+from jetrl.models.vision_shape import PatchShape, TiledShape, VisionShape, mrope_of
 from jetrl.settings.section import MOST_LAYERS
 from jetrl.types import Json
 
@@ -52,11 +52,13 @@ class Family:
         qk_norm: Attention has norms of query and key heads; None: if `use_qk_norm` says so.
         rotates_in_part: Heads may rotate in part (`partial_rotary_factor`).
         fused: Checkpoints store Q, K and V as one tensor, and gate and up as another.
+        heads_fill_width: Heads make up `hidden_size`, and another `head_dim` is refused.
         language: The family of the language model of a model with images, in `text_config`.
+        vision: The record of the image tower of a model with images.
         prefix: The module of the language model in checkpoints.
         window_in_use: `sliding_window` applies even without `use_sliding_window`.
         rope_types: The supported values of `rope_type`. In phi3, `yarn` is an old name of longrope,
-            which is not supported.
+            which is not supported. In Qwen2.5-VL, `mrope` is an old name of `default`.
     """
 
     architecture: str
@@ -68,7 +70,9 @@ class Family:
     rotates_in_part: bool = False
     fused: bool = False
     window_in_use: bool = False
+    heads_fill_width: bool = False
     rope_types: tuple[str, ...] = TYPES
+    vision: type[VisionShape] | None = None
     language: str | None = None
     prefix: str = "model"
 
@@ -87,15 +91,31 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", Qwen3Experts, qk_norm=True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", Qwen2Experts, qkv_bias=True),
-    "olmoe": Family("OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True),
+    "olmoe": Family(
+        "OlmoeForCausalLM", OlmoeExperts, WideNormAttention, qk_norm=True, heads_fill_width=True
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", Glm4Experts, qkv_bias=None, qk_norm=None, rotates_in_part=True
     ),
     "idefics3": Family(
-        "Idefics3ForConditionalGeneration", language="llama", prefix="model.text_model"
+        "Idefics3ForConditionalGeneration",
+        vision=TiledShape,
+        language="llama",
+        prefix="model.text_model",
     ),
     "smolvlm": Family(
-        "SmolVLMForConditionalGeneration", language="llama", prefix="model.text_model"
+        "SmolVLMForConditionalGeneration",
+        vision=TiledShape,
+        language="llama",
+        prefix="model.text_model",
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        qkv_bias=True,
+        heads_fill_width=True,
+        rope_types=("default", "mrope", "yarn"),
+        vision=PatchShape,
+        language="qwen2_5_vl_text",
     ),
 }
 Head = Literal["lm", "score"]
@@ -234,9 +254,11 @@ class ModelConfig:
         family, head = _family(checked(NAMED, config, "config.json"), config)
         shared, vision, where = FAMILIES[family], None, "config.json"
         contents = dict(config)
-        if shared.language is not None:
-            vision = checked(VISION, config, where)
-            contents, where = _language_config(config, shared.language), f"{where}: text_config"
+        if shared.vision is not None:
+            contents = _language_config(config, family)
+            given = {**config, **mrope_of(contents)}
+            vision = checked(TypeAdapter(shared.vision), given, where)
+            where = f"{where}: text_config" if "text_config" in config else where
         values = {**defaults(family), **contents}
         hf = checked(HF_CONFIG, values, where)
         window = hf.sliding_window
@@ -266,6 +288,9 @@ class ModelConfig:
             vision=vision,
         )
         _check_positions(model)
+        misfit = None if vision is None else vision.misfit(model.hidden_size, model.head_dim)
+        if misfit is not None:
+            raise UserError(f"config.json: {misfit}")
         return model
 
 
@@ -362,15 +387,21 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
 def _language_config(config: Mapping[str, Any], family: str) -> Json:
     """Return the configuration of the language model of a model with images.
 
-    As in transformers, whether the head is tied is a key of the whole model.
+    As in transformers, whether the head is tied is a key of the whole model. Qwen2.5-VL also reads
+    the language model's key, and has its other keys in `text_config` or next to `vision_config`.
     """
-    text = config.get("text_config")
-    kind = text.get("model_type", family) if isinstance(text, Mapping) else None
-    if not isinstance(text, Mapping) or kind != family:
+    language, vision = FAMILIES[family].language, FAMILIES[family].vision
+    assert vision is not None, "a family with images"
+    text: Any = config.get("text_config")
+    if vision.flat and text is None:
+        text = {**config, "model_type": language}
+    kind = text.get("model_type", language) if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping) or kind != language:
         raise UserError(
-            f"config.json: text_config has model_type {shown_value(kind)}; should be {family!r}"
+            f"config.json: text_config has model_type {shown_value(kind)}; should be {language!r}"
         )
-    whole = {"tie_word_embeddings": False}
+    tied = vision.flat and text.get("tie_word_embeddings", False)
+    whole = {"tie_word_embeddings": tied}
     own = {key: config[key] for key in ("tie_word_embeddings", "eos_token_id") if config.get(key)}
     return {**text, **whole, **own}
 
@@ -457,10 +488,10 @@ def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
     head_dim = hf.head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; rotary positions need pairs")
-    if shared.attention is WideNormAttention and num_heads * head_dim != hidden_size:
+    if shared.heads_fill_width and num_heads * head_dim != hidden_size:
         raise UserError(
             f"config.json: num_attention_heads = {num_heads} heads of {head_dim} are not "
-            f"hidden_size = {hidden_size}, over which {shared.architecture} has its query norm"
+            f"hidden_size = {hidden_size}, which {shared.architecture} divides among its heads"
         )
     if hf.attention_bias and shared.qkv_bias is not None:
         raise UserError("config.json: attention_bias = True: should be False or None")

@@ -287,7 +287,7 @@ def _config_json(config: ModelConfig, encoding: Encoding) -> Json:
         parts = chain.from_iterable(stored_tensors(config).values())
         layers = (part for part in parts if part.layer is not None)
         kept = [p.module for p in layers if len(p.shape) == 2 and not encoding.is_fp8(p)]
-        tower = [] if config.vision is None else ["model.vision_model", "model.connector"]
+        tower = () if config.vision is None else config.vision.modules
         contents["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

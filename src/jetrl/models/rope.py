@@ -106,13 +106,13 @@ def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, 
         raise UserError(f"config.json: {key} differs by layer type, which is not supported")
     theta = rope.rope_theta or config.rope_theta
     kind = rope.rope_type or rope.type or "default"
-    if kind == "default":
-        return theta, None
     if kind not in types:
         raise UserError(
             f"config.json: {key} has rope type {kind!r}; supported for this family: "
             f"{', '.join(repr(name) for name in types)}"
         )
+    if kind in ("default", "mrope"):
+        return theta, None
     original = config.original_max_position_embeddings or rope.original_max_position_embeddings
     make = _llama3 if kind == "llama3" else _yarn
     where = f"config.json ({key}, {kind})"

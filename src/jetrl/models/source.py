@@ -27,7 +27,7 @@ from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
 from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer, random_tower
-from jetrl.models.vision import one_tile
+from jetrl.models.vision import READERS
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import ModelSettings
@@ -100,7 +100,7 @@ class ModelSource:
             tokenizer,
             adapter=adapter,
             tower=None if vision is None else lambda: random_tower(config, seed),
-            image_processor=None if vision is None else one_tile(vision),
+            image_processor=None if vision is None else READERS[type(vision)].settings(vision),
         )
 
     @staticmethod

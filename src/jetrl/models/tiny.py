@@ -33,11 +33,11 @@ from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import Encoding, SaveDtype, save_model
-from jetrl.models.mixer import WideNormAttention
-from jetrl.models.vision import IMAGE_TOKENS, one_tile, tower_shapes
+from jetrl.models.vision import READERS, tower_shapes
+from jetrl.models.vision_patches import VIDEO
 from jetrl.precision.angles import cos_and_sin
 from jetrl.precision.exact import log_positive, square_root
-from jetrl.types import IMAGE_MARK, Json
+from jetrl.types import Json
 
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
@@ -142,7 +142,7 @@ def make_tiny(
     Sizes have their names in config.json. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Args:
-        head_dim: 64 by default; hidden_size / num_heads for an olmoe.
+        head_dim: 64 by default; hidden_size / num_heads for families whose heads fill the width.
         vocab_size: Rows of the embedding, and maximum vocabulary of 'bpe'. Default: the tokenizer's
             vocabulary, for 'bpe' at most 4,096 tokens.
         tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
@@ -161,14 +161,16 @@ def make_tiny(
         raise UserError(f"tokenizer {tokenizer!r}: 'characters', or 'bpe' trained on text files")
     else:
         made = character_tokenizer(alphabet)
-    if (language := FAMILIES[family].language) is not None:
-        made.add_special_tokens({"additional_special_tokens": [*IMAGE_TOKENS]})
-        made.chat_template = _CHATML_IMAGES if tokenizer == "bpe" else None
+    language, vision = FAMILIES[family].language, FAMILIES[family].vision
+    if vision is not None:
+        reader = READERS[vision]
+        made.add_special_tokens({"additional_special_tokens": [*reader.tokens]})
+        template = _CHATML_IMAGES.replace("<image>", reader.place)
+        made.chat_template = template if tokenizer == "bpe" else None
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
     records, mixers = FAMILIES[family].records, FAMILIES[family].mixers
-    wide_norm = FAMILIES[family].attention is WideNormAttention
     keys = {name: key for record in records for name, key in record.keys().items()}
     for name in block.keys() - keys.keys():
         raise UserError(f"{family} has no {name}: {', '.join(keys)}")
@@ -182,7 +184,7 @@ def make_tiny(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim or (hidden_size // num_heads if wide_norm else 64),
+        "head_dim": head_dim or 64,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": rope_theta,
@@ -193,6 +195,8 @@ def make_tiny(
         "pad_token_id": made.pad_token_id,
         "bos_token_id": None,
     }
+    if FAMILIES[family].heads_fill_width:
+        raw["head_dim"] = head_dim or hidden_size // num_heads
     if family == "llama":
         raw["rope_scaling"] = {
             "rope_type": "llama3",
@@ -205,23 +209,25 @@ def make_tiny(
         raw["sliding_window"] = None  # without the key, transformers has a window
     if mixers:
         raw["layer_types"] = list(islice(cycle((*mixers, "full_attention")), num_layers))
-    if language is not None:
+    if vision is not None:
+        of_images: Json = vision.tiny(hidden_size, raw["head_dim"])
         raw = {
             "architectures": raw.pop("architectures"),
             "model_type": family,
-            "text_config": raw,
-            "vision_config": _TINY_TOWER,
-            "scale_factor": 2,
-            "image_token_id": made.convert_tokens_to_ids(IMAGE_MARK),
+            **of_images,
+            "text_config": {**raw, **of_images.get("text_config", {})},
+            "image_token_id": made.convert_tokens_to_ids(reader.mark),
             "tie_word_embeddings": tie_word_embeddings,
         }
+        if VIDEO in reader.tokens:
+            raw["video_token_id"] = made.convert_tokens_to_ids(VIDEO)
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
     weights: Mapping[str, Tensor] = RandomWeights(config, seed)
     side_files: dict[str, Json] = {"generation_config.json": generation_config}
     if config.vision is not None:
         weights = {**weights, **random_tower(config, seed)}
-        side_files["preprocessor_config.json"] = one_tile(config.vision)
+        side_files["preprocessor_config.json"] = reader.settings(config.vision)
     save_model(
         path=out,
         config=config,
@@ -234,14 +240,6 @@ def make_tiny(
     return Path(out)
 
 
-_TINY_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
 _CHARACTER_SPECIAL = ("<pad>", "<eos>")  # the first two tokens of a tokenizer of characters
 _BPE_PAD, _BPE_START, _BPE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHATML = (

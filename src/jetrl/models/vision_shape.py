@@ -1,24 +1,63 @@
 """The image tower of a model, as config.json describes it; without torch.
 
-A tower is that of Idefics3 and SmolVLM: SigLIP over tiles of one size, then a pixel shuffle, which
-puts `scale_factor` x `scale_factor` neighbors side by side, and a projection to the language
-model's width. One tile gives `tokens` features.
+A kind of tower has a record here and a reader, paired in `models.vision.READERS`. A family names
+its record (`Family.vision`). The fields are keys of config.json.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, model_validator
 
 from jetrl.files import Stored
 from jetrl.models.config_schema import Heads, Layers, Positive, Vocabulary, Width
+from jetrl.types import Json
 
 Side = Annotated[int, Field(ge=1, le=2**14)]  # pixels
+Number = Annotated[int, Field(ge=0, le=2**14)]
+Numbers = Annotated[tuple[Number, ...], Field(strict=False, max_length=2**12)]  # a list in files
+Pixels = Annotated[int, Field(ge=1, le=2**28)]
+
+
+class VisionShape(Stored, extra="ignore"):
+    """The keys of config.json that all towers have.
+
+    Attributes:
+        modules: The tower's modules in checkpoints.
+        flat: Whether the keys of the language model may stand next to `vision_config`.
+    """
+
+    modules: ClassVar[tuple[str, ...]]
+    flat: ClassVar[bool] = False
+
+    image_token_id: Vocabulary
+
+    @classmethod
+    def tiny(cls, width: int, head_dim: int) -> Json:
+        """Return the keys of a tiny model, except for token ids and sizes of the language model.
+
+        `width` is that of the language model, `head_dim` the size of its heads.
+        """
+        raise NotImplementedError
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axis of each rotary pair: 0 time, 1 row, 2 column; empty without M-RoPE."""
+        return ()
+
+    @property
+    def video_tokens(self) -> frozenset[int]:
+        """The tokens of videos, which are not read."""
+        return frozenset()
+
+    def misfit(self, width: int, head_dim: int) -> str | None:
+        """Return what does not fit a language model of this width and size of heads."""
+        return None
 
 
 class VisionConfig(Stored, extra="ignore"):
-    """The contents of `vision_config`, with transformers' defaults."""
+    """The contents of `vision_config` of a SigLIP tower, with transformers' defaults."""
 
     hidden_size: Width = 1152
     intermediate_size: Width = 3072
@@ -31,12 +70,17 @@ class VisionConfig(Stored, extra="ignore"):
     layer_norm_eps: Positive = 1e-6
 
 
-class VisionShape(Stored, extra="ignore"):
-    """The keys of config.json for images.
+class TiledShape(VisionShape):
+    """The tower of Idefics3 and SmolVLM: SigLIP over tiles of one size, then a pixel shuffle.
+
+    The shuffle puts `scale_factor` x `scale_factor` neighbors side by side, before a projection to
+    the language model's width. One tile gives `tokens` features.
 
     Raises:
         ValueError: Sizes that are not multiples of each other.
     """
+
+    modules = ("model.vision_model", "model.connector")
 
     vision_config: VisionConfig
     scale_factor: Annotated[int, Field(ge=1, le=64)] = 2
@@ -50,10 +94,14 @@ class VisionShape(Stored, extra="ignore"):
             "patches of a side, scale_factor": (self._patches, self.scale_factor),
             "hidden_size, num_attention_heads": (tower.hidden_size, tower.num_attention_heads),
         }
-        for names, (whole, part) in pairs.items():
-            if whole % part or not whole:
-                raise ValueError(f"vision_config has {names} = {whole}, {part}: not a multiple")
+        _check_multiples(pairs)
         return self
+
+    @classmethod
+    def tiny(cls, width: int, head_dim: int) -> Json:
+        tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        tower |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+        return {"vision_config": tower, "scale_factor": 2}
 
     @property
     def _patches(self) -> int:
@@ -65,13 +113,101 @@ class VisionShape(Stored, extra="ignore"):
         return (self._patches // self.scale_factor) ** 2
 
 
+class PatchVisionConfig(Stored, extra="ignore"):
+    """The contents of `vision_config` of a Qwen2.5-VL tower, with transformers' defaults."""
+
+    depth: Layers = 32
+    hidden_size: Width = 3584
+    intermediate_size: Width = 3420
+    num_heads: Heads = 16
+    in_channels: Literal[3] = 3
+    patch_size: Side = 14
+    spatial_merge_size: Annotated[int, Field(ge=1, le=64)] = 2
+    temporal_patch_size: Annotated[int, Field(ge=1, le=64)] = 2
+    window_size: Side = 112
+    out_hidden_size: Width = 3584
+    fullatt_block_indexes: Numbers = (7, 15, 23, 31)
+    hidden_act: Literal["silu"] = "silu"
+
+
+class PatchShape(VisionShape):
+    """The tower of Qwen2.5-VL: windows of patches of an image of any size, then a merger.
+
+    The merger joins `spatial_merge_size` x `spatial_merge_size` patches to one feature. The rotary
+    pairs of the language model turn by time, row and column, `mrope_section` pairs each.
+
+    Raises:
+        ValueError: Sizes that are not multiples of each other.
+    """
+
+    modules = ("visual",)
+    flat = True
+
+    vision_config: PatchVisionConfig
+    image_token_id: Vocabulary = 151655
+    video_token_id: Vocabulary = 151656
+    mrope_section: Annotated[Numbers, Field(min_length=3, max_length=3)] = (16, 24, 24)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        tower = self.vision_config
+        pairs = {
+            "window_size, patch_size x spatial_merge_size": (tower.window_size, self.side),
+            "hidden_size, 4 x num_heads": (tower.hidden_size, 4 * tower.num_heads),
+        }
+        _check_multiples(pairs)
+        return self
+
+    @classmethod
+    def tiny(cls, width: int, head_dim: int) -> Json:
+        rows = columns = 3 * head_dim // 16
+        tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+        tower |= {"patch_size": 4, "window_size": 16, "out_hidden_size": width}
+        sections = [head_dim // 2 - rows - columns, rows, columns]
+        return {
+            "vision_config": {**tower, "fullatt_block_indexes": [1]},
+            "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": sections}},
+        }
+
+    @property
+    def side(self) -> int:
+        """The pixels of a feature's side."""
+        return self.vision_config.patch_size * self.vision_config.spatial_merge_size
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        counts = enumerate(self.mrope_section)
+        return tuple(axis for axis, count in counts for _ in range(count))
+
+    @property
+    def video_tokens(self) -> frozenset[int]:
+        return frozenset({self.video_token_id})
+
+    def misfit(self, width: int, head_dim: int) -> str | None:
+        if sum(self.mrope_section) != head_dim // 2:
+            return (
+                f"mrope_section = {[*self.mrope_section]} has {sum(self.mrope_section)} pairs of "
+                f"channels; should be {head_dim // 2}, half of a head"
+            )
+        made = self.vision_config.out_hidden_size
+        if made != width:
+            return f"vision_config.out_hidden_size = {made}: should be hidden_size = {width}"
+        return None
+
+
+def _check_multiples(pairs: dict[str, tuple[int, int]]) -> None:
+    for names, (whole, part) in pairs.items():
+        if whole % part or not whole:
+            raise ValueError(f"vision_config has {names} = {whole}, {part}: not a multiple")
+
+
 class Edge(Stored):
     """A size of images by its longest edge, in pixels."""
 
     longest_edge: Side
 
 
-class ProcessorConfig(Stored):
+class TileProcessorConfig(Stored):
     """The keys of preprocessor_config.json that give the number of an image's tiles."""
 
     do_image_splitting: bool = True
@@ -79,4 +215,27 @@ class ProcessorConfig(Stored):
     max_image_size: Edge
 
 
-VISION, PROCESSOR = TypeAdapter(VisionShape), TypeAdapter(ProcessorConfig)
+class Area(Stored):
+    """The least and the most pixels of a resized image, under the names of transformers."""
+
+    shortest_edge: Pixels
+    longest_edge: Pixels
+
+
+class PatchProcessorConfig(Stored):
+    """The keys of preprocessor_config.json that give the grid of an image's patches."""
+
+    do_resize: Literal[True] = True
+    size: Area | None = None
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    patch_size: Side = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+
+
+def mrope_of(text: Json) -> Json:
+    """Return the keys of the rotary rule in config.json that a tower's record reads."""
+    rope: Any = text.get("rope_scaling") or text.get("rope_parameters")
+    found = rope.get("mrope_section") if isinstance(rope, dict) else None
+    return {} if found is None else {"mrope_section": found}

@@ -1,0 +1,132 @@
+"""The reader of Qwen2.5-VL: an image keeps about its shape and becomes a grid of patches.
+
+In a prompt's text each image is `<image>`, or what the chat template writes; it becomes
+
+    <|vision_start|><|image_pad|>...<|image_pad|><|vision_end|>
+
+with one token for each feature, row by row. An image is resized to sides that are multiples of a
+feature's, within the least and the most pixels that preprocessor_config.json gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import PIL.Image
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+from transformers import models
+
+from jetrl.errors import UserError
+from jetrl.files import checked
+from jetrl.models.hf_files import first_line
+from jetrl.models.vision_shape import PatchProcessorConfig, PatchShape
+from jetrl.types import Image, Json
+from jetrl.types.images import decoded
+
+_FILE = "preprocessor_config.json"
+_START, _MARK, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+VIDEO = "<|video_pad|>"
+
+
+class PatchReader:
+    """The `vision.ImageReader` of images as grids of patches."""
+
+    tokens = (_START, _END, _MARK, VIDEO)
+    mark, place = _MARK, _START + _MARK + _END
+    prefix = "visual."
+
+    def __init__(self, shape: PatchShape, processor: Json) -> None:
+        self._shape = shape
+        self._processor = _processor(processor, shape)
+
+    @staticmethod
+    def modules(shape: PatchShape, width: int) -> nn.Module:
+        # transformers imports the module now, which takes seconds that models of text do not need.
+        family: Any = models.qwen2_5_vl
+        config = family.Qwen2_5_VLVisionConfig(**shape.vision_config.model_dump())
+        library = family.modeling_qwen2_5_vl
+        tower: nn.Module = library.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
+        with torch.device("cpu"):  # its angles are not in files
+            tower.rotary_pos_emb = library.Qwen2_5_VLVisionRotaryEmbedding(tower.config)
+        return tower
+
+    @staticmethod
+    def settings(shape: PatchShape) -> Json:
+        """Return a processor with transformers' limits of 4 to 1,280 features per image."""
+        tower, pixels = shape.vision_config, shape.side**2
+        return {
+            "size": {"shortest_edge": 4 * pixels, "longest_edge": 1280 * pixels},
+            "patch_size": tower.patch_size,
+            "temporal_patch_size": tower.temporal_patch_size,
+            "merge_size": tower.spatial_merge_size,
+        }
+
+    def text_of(self, image: Image) -> str:
+        return _MARK * self.num_features(image)
+
+    def num_features(self, image: Image) -> int:
+        rows, columns = self.grid(image)
+        return rows * columns
+
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Return the rows and columns of an image's features.
+
+        Raises UserError for an image that is too narrow for the tower or its processor.
+        """
+        side, size = self._shape.side, self._processor.size
+        what = f"an image of {image.width} x {image.height} pixels"
+        library: Any = models.qwen2_vl
+        try:
+            height, width = library.image_processing_pil_qwen2_vl.smart_resize(
+                image.height, image.width, side, size.shortest_edge, size.longest_edge
+            )
+        except ValueError:  # its only refusal
+            raise UserError(f"{what}: one side is more than 200 times the other; cut it") from None
+        if height * width > size.longest_edge:
+            raise UserError(
+                f"{what} becomes {width} x {height}, more than the {size.longest_edge} pixels of "
+                f"{_FILE} (max_pixels, size.longest_edge); cut it, or raise the limit"
+            )
+        return height // side, width // side
+
+    def features(
+        self, modules: nn.Module, image: Image, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        read = self._processor([decoded(image)], return_tensors="pt")
+        grid = read["image_grid_thw"]
+        merge = self._shape.vision_config.spatial_merge_size
+        assert tuple(grid[0, 1:] // merge) == self.grid(image), f"patches {grid} of {image}"
+        features: Tensor = modules(read["pixel_values"].to(device, dtype), grid).pooler_output
+        return features
+
+
+def _processor(contents: Json, shape: PatchShape) -> Any:
+    """Return transformers' image processor; raise UserError if its patches do not fit the tower."""
+    library: Any = models.qwen2_vl
+    if not hasattr(library, "Qwen2VLImageProcessorPil"):
+        raise UserError(
+            "this version of transformers has no image processor based on Pillow for Qwen2.5-VL: "
+            "install a newer one (constraints.txt names the version that was tested)"
+        )
+    read, tower = checked(TypeAdapter(PatchProcessorConfig), contents, _FILE), shape.vision_config
+    expected = {
+        "patch_size": tower.patch_size,
+        "temporal_patch_size": tower.temporal_patch_size,
+        "merge_size": tower.spatial_merge_size,
+    }
+    for key, value in expected.items():
+        if (found := getattr(read, key)) != value:
+            raise UserError(f"{_FILE}: {key} = {found}: should be {value}, as in config.json")
+    try:
+        made = library.Qwen2VLImageProcessorPil.from_dict(dict(contents))
+        trial = made([PIL.Image.new("RGB", (shape.side, shape.side))], return_tensors="pt")
+    except Exception as error:  # values that transformers does not check
+        raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
+    width = 3 * tower.temporal_patch_size * tower.patch_size**2
+    if trial["pixel_values"].shape[1:] != (width,):
+        raise UserError(
+            f"{_FILE}: makes patches of {trial['pixel_values'].shape[1]} values, not {width}"
+        )
+    return made
