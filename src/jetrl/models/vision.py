@@ -30,7 +30,7 @@ MOST_KEPT = 2**31  # bytes of features
 
 
 class ImageReader(Protocol):
-    """What differs between kinds of towers; made of the contents of preprocessor_config.json.
+    """A reader of images for a kind of tower, by the contents of preprocessor_config.json.
 
     Attributes:
         tokens: The special tokens of images in a tokenizer.
@@ -168,9 +168,10 @@ class ImageTower:
         for start, length in runs:
             while length:
                 taken = min(length, counts[number] - features)
-                position = start - sum(span.spared for span in spans)
-                sides = self._reader.grid(images[number])
-                grid = None if sides is None else ImageGrid(position, *sides)
+                grid, sides = None, self._reader.grid(images[number])
+                if sides is not None:
+                    position = start - sum(span.spared for span in spans)
+                    grid = ImageGrid(position, rows=sides[0], columns=sides[1])
                 spans.append(ImageSpan(images[number], start, taken, features, grid))
                 start, length, features = start + taken, length - taken, features + taken
                 if features == counts[number]:

@@ -124,6 +124,11 @@ def _processor(contents: Json, shape: PatchShape) -> Any:
         trial = made([PIL.Image.new("RGB", (shape.side, shape.side))], return_tensors="pt")
     except Exception as error:  # values that transformers does not check
         raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
+    if made.size.shortest_edge > made.size.longest_edge:
+        raise UserError(
+            f"{_FILE}: an image has at least {made.size.shortest_edge} pixels and at most "
+            f"{made.size.longest_edge} (size, or min_pixels and max_pixels)"
+        )
     width = 3 * tower.temporal_patch_size * tower.patch_size**2
     if trial["pixel_values"].shape[1:] != (width,):
         raise UserError(

@@ -1,0 +1,336 @@
+"""Qwen2.5-VL: tokens, positions, log-probs, gradients and names are those of transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image as Pillow
+from safetensors.torch import load_file
+from tests.models.test_images import change, encode, model, picture
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLProcessor
+from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
+
+from jetrl.errors import UserError
+from jetrl.models.chat import encode_prompt
+from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import make_tiny
+from jetrl.models.vision import tower_shapes
+from jetrl.models.vision_shape import PatchShape, PatchVisionConfig
+from jetrl.types import Image, Prompt, PromptInputs
+
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+FAMILY = "qwen2_5_vl"
+TOLERANCE = 1e-5  # of log-probs in FP32; sums in another order differ by 1e-6 here
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("models") / "grids", FAMILY)
+
+
+def read_by_transformers(path: Path, text: str, images: Sequence[Image]) -> dict[str, Any]:
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    policy = Policy.from_pretrained(path, "fp32", device="meta")
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"):
+        # Its processor of videos needs torchvision.
+        processor = Qwen2_5_VLProcessor(
+            Qwen2VLImageProcessorPil(**settings), policy.tokenizer, None
+        )
+    pictures = [Pillow.open(io.BytesIO(image.data)) for image in images]
+    text = text.replace("<image>", PLACE)
+    return dict(processor(text=text, images=pictures, return_tensors="pt"))
+
+
+MANY = [(9, 40, 18), (7, 10, 33), (5, 20, 20), (3, 90, 9)]
+CASES = [
+    ("A<image> wide and<image>a tall one: <image>?<image>", MANY),
+    ("<image><image>are alike", [(1, 16, 16), (1, 16, 16)]),
+    ("<image>", [(4, 300, 200)]),
+]
+
+
+def logits_of(path: Path, read: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return theirs, theirs(**read).logits[0, :-1]
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_tokens_log_probs_and_gradients_are_those_of_transformers(
+    case: int, tmp_path: Path
+) -> None:
+    path = model(tmp_path / "model", FAMILY, tie_word_embeddings=case == 0)
+    text, sizes = CASES[case]
+    images = [picture(*size) for size in sizes]
+    ours = Policy.from_pretrained(path, "fp32")
+    inputs = encode(ours, text, images)
+    read = read_by_transformers(path, text, images)
+    assert list(inputs) == read["input_ids"][0].tolist()
+    theirs, logits = logits_of(path, read)
+    expected = logits.log_softmax(-1).gather(1, read["input_ids"][0, 1:, None])[:, 0]
+    (found,) = ours.logprobs([inputs])
+    assert (found - expected).abs().max() <= TOLERANCE
+    found.sum().backward()
+    expected.sum().backward()
+    masters, language = ours.master_weights(), theirs.model.language_model
+    pairs = {
+        "embed.weight": language.embed_tokens.weight,
+        "layers.0.o.weight": language.layers[0].self_attn.o_proj.weight,
+        "layers.1.down.weight": language.layers[1].mlp.down_proj.weight,
+        "layers.1.post_norm.weight": language.layers[1].post_attention_layernorm.weight,
+    }
+    for name, weight in pairs.items():
+        grad = masters[name].grad
+        assert grad is not None
+        assert (grad - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
+
+
+def test_rotary_positions_are_those_of_transformers(path: Path) -> None:
+    policy, (text, sizes) = Policy.from_pretrained(path, "fp32"), CASES[0]
+    images = [picture(*size) for size in sizes]
+    inputs, read = encode(policy, text, images), read_by_transformers(path, text, images)
+    theirs, _ = logits_of(path, read)
+    given = {key: read[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
+    expected, delta = theirs.model.get_rope_index(**given)
+    assert inputs.offset == int(delta)
+    assert list(inputs.positions(len(inputs), len(inputs) + 2)) == [
+        len(inputs) + inputs.offset + ahead for ahead in range(2)
+    ]
+    assert policy.tower is not None
+    rows = policy.tower.rows(inputs.images)
+    assert rows.turns is not None
+    positions = torch.tensor(inputs.positions(0, len(inputs))).expand(3, -1).clone()
+    first_of_axis = [policy.tower.shape.axes.index(axis) for axis in range(3)]
+    positions[:, rows.places] = rows.turns[:, first_of_axis].mT
+    assert torch.equal(positions, expected[:, 0])
+
+
+def test_positions_without_rows_and_columns_would_be_noticed(path: Path) -> None:
+    policy = Policy.from_pretrained(path, "fp32")
+    inputs = encode(policy, "<image>is it?", [picture(1, 32, 32)])
+    with torch.no_grad():
+        (found,) = policy.logprobs([inputs])
+        spans = tuple(span.within(0, len(inputs)) for span in inputs.images)
+        assert spans == inputs.images
+        with mock.patch.object(PatchShape, "axes", ()):
+            (as_text,) = policy.logprobs([inputs])
+        with mock.patch.object(PromptInputs, "positions", lambda self, a, b: range(a, b)):
+            (shifted,) = policy.logprobs([inputs])
+    assert (as_text - found)[-3:].abs().max() > 10 * TOLERANCE
+    assert (shifted - found)[-3:].abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "mrope_section": [2, 4, 10]},
+        {
+            **{"rope_type": "yarn", "factor": 4.0, "mrope_section": [4, 6, 6]},
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_other_sections_and_yarn_are_those_of_transformers(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    path = model(tmp_path / "model", FAMILY)
+    raw = json.loads((path / "config.json").read_text())
+    change(path / "config.json", text_config=raw["text_config"] | {"rope_scaling": rope})
+    images = [picture(1, 40, 18), picture(2, 10, 33)]
+    ours = Policy.from_pretrained(path, "fp32")
+    read = read_by_transformers(path, "A<image>or<image>?", images)
+    _, logits = logits_of(path, read)
+    expected = logits.log_softmax(-1).gather(1, read["input_ids"][0, 1:, None])[:, 0]
+    (found,) = ours.logprobs([encode(ours, "A<image>or<image>?", images)])
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+def test_messages_have_places_as_the_template_writes_them(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("user assistant which is it? " * 9)
+    path = make_tiny(tmp_path / "model", FAMILY, tokenizer="bpe", text_files=text)
+    policy = Policy.from_pretrained(path, "fp32", device="meta")
+    question = "<image>which is it<image>?"
+    prompt = Prompt(
+        "p",
+        messages=({"role": "user", "content": question},),
+        images=(picture(1, 20, 20), picture(2, 40, 16)),
+    )
+    inputs = encode_prompt(policy.tokenizer, prompt, tower=policy.tower)
+    asked = question.replace("<image>", PLACE)
+    rendered = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    assert [span.length for span in inputs.images] == [4, 10]
+    read = read_by_transformers(path, rendered, prompt.images)
+    assert list(inputs) == read["input_ids"][0].tolist()
+
+
+VL_3B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_patch_size": 14,
+        "tokens_per_second": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_sizes_of_qwen2_5_vl_3b_are_read(nested: bool) -> None:
+    raw: dict[str, Any] = VL_3B
+    if nested:  # as transformers 5 writes it
+        outer = {"architectures", "model_type", "image_token_id", "video_token_id"}
+        outer |= {"vision_config"}
+        text = {key: value for key, value in raw.items() if key not in outer}
+        raw = {key: raw[key] for key in outer} | {"text_config": text}
+    config = ModelConfig.from_hf(raw)
+    assert config.vision is not None
+    assert config.eos_token_ids == (151645,)
+    assert (config.head_dim, config.rope_theta, config.rope_scaling) == (128, 1e6, None)
+    assert config.vision.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert config.flat()["vision"]["mrope_section"] == (16, 24, 24)
+    tower = tower_shapes(config.vision, config.hidden_size)
+    language, seen = (sum(map(math.prod, x.values())) for x in (parameter_shapes(config), tower))
+    theirs = AutoConfig.for_model(**{k: v for k, v in raw.items() if k != "architectures"})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(theirs)
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings is True
+    assert language + seen == sum(p.numel() for p in model.parameters())
+    names = {part.name for parts in stored_tensors(config).values() for part in parts}
+    saved = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        for name in model.state_dict()
+    }
+    assert names | tower.keys() == saved - {"lm_head.weight"}
+
+
+def test_absent_keys_have_the_values_of_transformers() -> None:
+    theirs, ours = Qwen2_5_VLVisionConfig(), PatchVisionConfig()
+    assert all(getattr(theirs, key) == value for key, value in ours.model_dump().items())
+
+
+def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
+    path = model(tmp_path / "wide", FAMILY, hidden_size=256, num_heads=2, num_kv_heads=1)
+    policy = Policy.from_pretrained(path, "unified")
+    policy.save_pretrained(tmp_path / "fp8", "fp8")
+    raw = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert "visual" in raw["quantization_config"]["modules_to_not_convert"]
+    policy.save_pretrained(tmp_path / "saved", "float32")
+    kept: dict[str, torch.Tensor] = {}
+    tower: dict[str, torch.Tensor] = {}
+    for folder, tensors in ((path, tower), (tmp_path / "saved", kept)):
+        for file in folder.glob("*.safetensors"):
+            tensors |= load_file(file)
+    seen = [name for name in tower if name.startswith("visual.")]
+    assert len(seen) > 20
+    assert all(torch.equal(kept[name], tower[name]) for name in seen)
+    images = [picture(1)]
+    read = read_by_transformers(tmp_path / "saved", "<image>?", images)
+    before, after = (logits_of(folder, read)[1] for folder in (path, tmp_path / "saved"))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 7]}},
+            "17 pairs .* be 16, half",
+        ),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 12]}}, "mrope_section = .4, 12."),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope type 'linear'; supported"),
+        ({"hidden_size": 256, "head_dim": 64}, r"out_hidden_size = 128: should be hidden_size = 2"),
+        ({"head_dim": 64}, r"4 heads of 64 are not hidden_size = 128"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_named(
+    changes: dict[str, Any], message: str, path: Path
+) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    text = raw["text_config"] | changes
+    if "mrope_section" not in str(text.get("rope_scaling")):
+        text["rope_parameters"] = None
+    elif "hidden_size" in changes:
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": [8, 12, 12]}
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf(raw | {"text_config": text})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"patch_size": 14}, "patch_size = 14: should be 4, as in config.json"),
+        ({"merge_size": 1}, "merge_size = 1: should be 2"),
+        ({"do_resize": False}, "do_resize = False"),
+        ({"size": {"shortest_edge": 256}}, "size.longest_edge is missing"),
+        ({"size": {"shortest_edge": 256, "longest_edge": 64}}, "256 .* most 64"),
+        ({"image_mean": {}, "resample": "x"}, "transformers cannot use it"),
+    ],
+)
+def test_a_processor_that_does_not_fit_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = model(tmp_path / "model", FAMILY)
+    change(path / "preprocessor_config.json", **changes)
+    with pytest.raises(UserError, match=rf"preprocessor_config\.json: .*{message}"):
+        Policy.from_pretrained(path, "fp32", device="meta")
+
+
+def test_older_files_limit_pixels_by_other_keys(tmp_path: Path) -> None:
+    path = model(tmp_path / "model", FAMILY)
+    change(path / "preprocessor_config.json", size=None, min_pixels=64, max_pixels=256)
+    policy = Policy.from_pretrained(path, "fp32", device="meta")
+    inputs = encode(policy, "<image>", [picture(1, 300, 300)])
+    assert inputs.images[0].length == 4
+
+
+@pytest.mark.parametrize(
+    "text, size, message",
+    [
+        ("<image>", (1, 402, 2), r"'p': an image of 402 x 2 pixels: one side is more than 200 t"),
+        ("<image>", (1, 400, 2), r"'p': an image of 400 x 2 .* more than the 1024 pixels of pre"),
+        ("<image><|video_pad|>", (1, 9, 9), r"'p': it has a place of a video; only images are"),
+        (PLACE + PLACE, (1, 9, 9), r"'p': 2 places of images .<image>. for 1 images"),
+    ],
+)
+def test_prompts_that_the_tower_does_not_take_say_so(
+    text: str, size: tuple[int, int, int], message: str, path: Path
+) -> None:
+    policy = Policy.from_pretrained(path, "fp32", device="meta")
+    with pytest.raises(UserError, match=message):
+        encode(policy, text, [picture(*size)])
