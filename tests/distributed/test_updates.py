@@ -82,6 +82,7 @@ def test_a_router_with_a_frozen_bias_is_the_same_on_all_ranks() -> None:
         ("int8", True, "compact", 1, {"lm_head": "int8x2"}, (3,)),
         ("bf16", True, "fp32", 1, {}, (3,)),
         ("nvfp4", True, "fp32", 1, {"first_layers_bf16": 0, "last_layers_bf16": 0}, (2, 3)),
+        ("fp4", True, "fp32", 1, {}, (2, 3)),
         ("mixed", False, "compact", 2, {"lm_head": "fp8"}, (2,)),
     ],
 )

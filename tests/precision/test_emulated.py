@@ -1,4 +1,4 @@
-"""The plan nvfp4: its products, its switches, whole runs, and what is refused."""
+"""The plan nvfp4: its products and its switches. Both emulated plans: whole runs and refusals."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
 NVFP4 = PrecisionPlan.preset("nvfp4").replace(first_layers_bf16=0, last_layers_bf16=0)
+FP4 = PrecisionPlan.preset("fp4")
+BOTH = pytest.mark.parametrize("plan", [NVFP4, FP4], ids=lambda plan: plan.name)
 SWITCHES = {"wgrad_hadamard": False, "stochastic_rounding": False, "weight_block": "1x16"}
 KEY = (5, "sft", 2, 1)
 
@@ -78,8 +80,10 @@ def results(p: Policy, recomputed: bool = False) -> dict[str, Tensor]:
     """Log-probs of two sequences, and the gradients of their mean."""
     ends, ids = torch.tensor([0, 70, 110]), torch.arange(110) * 7 % 256
     inputs, targets = ForwardInputs.packed(ids, ends), torch.arange(1, 110)
+    p.weights.gradients.begin_update()
     logprobs, _ = p.train_logprobs(inputs, ends, targets, 1.0, recomputed)
     logprobs.mean().backward()
+    p.weights.gradients.end_update()
     gradients = {name: master.grad for name, master in p.master_weights().items()}
     return {"logprobs": logprobs.detach(), **{n: g for n, g in gradients.items() if g is not None}}
 
@@ -112,8 +116,11 @@ def test_gradients_are_near_those_of_bf16_and_no_draws_repeat() -> None:
         assert 0.85 < cosine < 0.99
 
 
-def test_layers_stay_in_bf16_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
-    p = policy(first_layers_bf16=1)
+@BOTH
+def test_layers_stay_in_bf16_and_sampler_and_trainer_agree(
+    plan: PrecisionPlan, tmp_path: Path
+) -> None:
+    p = policy(plan, first_layers_bf16=1)
     bf16 = policy(PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest"))
     for layer, same in ((0, True), (1, False)):
         ours, theirs = (x.weights.quantized_tensors()[f"layers.{layer}.down.0"] for x in (p, bf16))
@@ -140,16 +147,22 @@ def test_every_micro_batch_of_every_update_has_draws_of_its_own(
     assert seen == [(7, "sft", update, number) for update in range(2) for number in range(2)]
 
 
-STEPS = ["sft.steps=2", "checkpoint.every=1", "loop.steps=2", "precision.preset=nvfp4"]
+STEPS = ["sft.steps=2", "checkpoint.every=1", "loop.steps=2"]
 STEPS += ["precision.first_layers_bf16=0", "precision.last_layers_bf16=0"]
 
 
-def test_a_resumed_run_has_the_digest_of_an_uncut_one(tmp_path: Path) -> None:
-    run = partial(trained, [*SMALL, *STEPS], tmp_path)
+@pytest.mark.parametrize(
+    "preset, switched",
+    [("nvfp4", "stochastic_rounding=false"), ("fp4", "gradient_estimator=false")],
+)
+def test_a_resumed_run_has_the_digest_of_an_uncut_one(
+    preset: str, switched: str, tmp_path: Path
+) -> None:
+    run = partial(trained, [*SMALL, *STEPS, f"precision.preset={preset}"], tmp_path)
     first = run("first")
     without_last_checkpoint(first.run_path, tmp_path / "cut")
     assert run("cut", resume=True).digest == first.digest
-    assert run("nearest", "precision.stochastic_rounding=false").digest != first.digest
+    assert run("other", f"precision.{switched}").digest != first.digest
 
 
 def test_the_plan_says_that_it_is_emulated_and_comes_back() -> None:
@@ -162,6 +175,16 @@ def test_the_plan_says_that_it_is_emulated_and_comes_back() -> None:
     for changed in (plan, plan.replace(**SWITCHES)):
         assert PrecisionPlan.from_dict(changed.to_dict()) == changed
     assert not PrecisionPlan.preset("int8").to_dict().keys() & SWITCHES.keys()
+    assert FP4.exact
+    rows = dict(plan_table(FP4))
+    assert "quantile 0.99, outliers compensated in BF16" in rows["rollout linears"]
+    assert "weight gradients by a smooth quantizer" in rows["training linears"]
+    assert "no kernels" in rows["speed"]
+    off = FP4.replace(gradient_estimator=False, outlier_quantile=1.0, outlier_compensation=False)
+    for changed in (FP4, off):
+        assert PrecisionPlan.from_dict(changed.to_dict()) == changed
+    assert "smooth" not in dict(plan_table(off))["training linears"]
+    assert "quantile" not in dict(plan_table(off))["rollout linears"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +197,27 @@ def test_the_plan_says_that_it_is_emulated_and_comes_back() -> None:
         ("nvfp4", {"base": "nvfp4"}, r"precision\.base = nvfp4.*unified or jet"),
         ("nvfp4", {"grad_output": "int8"}, r"grad_output = int8 needs precision\.preset = int8"),
         ("nvfp4", {"lm_head": "int8x2"}, "lm_head"),
-        ("nvfp4", {"train_linear": "bf16"}, "emulated NVFP4 is for both sides"),
+        ("nvfp4", {"train_linear": "bf16"}, "emulated formats are for both sides.*nvfp4 or fp4"),
+        ("nvfp4", {"train_linear": "fp4-emulated"}, "emulated formats are for both sides"),
+        ("nvfp4", {"outlier_quantile": 0.9}, r"outlier_quantile = 0\.9 is for FP4.*preset = fp4"),
+        ("fp4", {"weight_block": "1x16"}, r"weight_block = 1x16 is for NVFP4.*preset = nvfp4"),
+        ("int8", {"gradient_estimator": True}, r"precision\.gradient_estimator.*FP4"),
+        ("bf16", {"outlier_compensation": True}, r"precision\.outlier_compensation.*preset = fp4"),
+        ("fp4", {"outlier_quantile": 0.5}, r"precision\.outlier_quantile.*greater than 0\.5"),
+        ("fp4", {"saved": "int8"}, r"precision\.saved.*8-bit linear layers.*FP4"),
+        ("fp4", {"base": "nvfp4"}, r"precision\.base = nvfp4.*unified or jet"),
+        ("fp4", {"queries": "int8"}, r"precision\.kv = bf16.*int8"),
+        *(
+            (preset, option, rf"precision\.{name} = {value} is for FP8: leave it out")
+            for preset in ("nvfp4", "fp4")
+            for name, value in (
+                ("grad_output", "e5m2"),
+                ("grad_output", "bf16"),
+                ("wgrad_input", "1x128"),
+                ("scales", "pow2"),
+            )
+            for option in [{name: value}]
+        ),
     ],
 )
 def test_other_plans_are_refused(preset: str, options: Any, why: str) -> None:
@@ -185,10 +228,13 @@ def test_other_plans_are_refused(preset: str, options: Any, why: str) -> None:
 def test_models_are_refused_by_layer() -> None:
     with pytest.raises(UserError, match=r"first_layers_bf16 = 1 .* keep all 2 layers in BF16"):
         policy(PrecisionPlan.preset("nvfp4"))
-    with pytest.raises(UserError, match=r"not for experts.*precision\.preset=int8"):
-        Policy.from_config(SHAPES["tiny-experts"], plan=NVFP4)
-    with pytest.raises(UserError, match=r"layer layers\.0\.\w+: .*precision\.base=nvfp4"):
-        make_policy("tiny", "nvfp4 first_layers_bf16=0", "cpu", 2, adapter_rank=4)
+    for plan in (NVFP4, FP4):
+        of_experts = rf"in {plan.name.upper()} is not for experts.*precision\.preset=int8"
+        with pytest.raises(UserError, match=of_experts):
+            Policy.from_config(SHAPES["tiny-experts"], plan=plan)
+        of_adapters = rf"layer layers\.0\.\w+: .*preset = {plan.name} is not for adapters"
+        with pytest.raises(UserError, match=of_adapters + r".*precision\.base=nvfp4"):
+            make_policy("tiny", f"{plan.name} first_layers_bf16=0", "cpu", 2, adapter_rank=4)
     odd = SHAPES["tiny"] | {"intermediate_size": 520}
     with pytest.raises(UserError, match=r"layers\.0\.down: NVFP4 .* 16.*precision\.preset=bf16"):
         Policy.from_config(odd, plan=NVFP4)

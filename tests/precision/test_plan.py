@@ -49,8 +49,8 @@ def test_presets_are_the_table(name: str) -> None:
 
 
 def test_unknown_preset_and_option_are_named() -> None:
-    with pytest.raises(UserError, match=r"'fp4'.*unified"):
-        PrecisionPlan.preset("fp4")
+    with pytest.raises(UserError, match=r"'fp6'.*unified"):
+        PrecisionPlan.preset("fp6")
     with pytest.raises(UserError, match="first_layer"):
         PrecisionPlan.preset("jet").replace(first_layer=1)
     with pytest.raises(UserError, match="fp32 preset takes no options"):

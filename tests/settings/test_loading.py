@@ -81,7 +81,7 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("loop.steps=1.5", "should be a valid integer"),
         ("loop.steps=-1", "greater than or equal to 0"),
         ("rollout.top_p=0", "greater than 0"),
-        ("precision.preset=unifed", "'integer' or 'nvfp4'"),
+        ("precision.preset=unifed", "'nvfp4' or 'fp4'"),
         ("train.activation_checkpointing=1", "boolean"),
         ("train.betas=[0.9, 1.0]", "less than 1"),
         ("rollout.stop=5", "should be a valid string"),

@@ -6,7 +6,7 @@ For example:
     jetrl parity models/tiny --plan mixed              a mismatch, as in most systems
     jetrl parity models/tiny --plan unified --locate   names the first operation that differs
 
-Exit code 1 if log-probs differ under an exact plan (int8, integer, unified, jet, nvfp4).
+Exit code 1 if log-probs differ under an exact plan (int8, integer, unified, jet, nvfp4, fp4).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import TRITON, rows_at_once
 from jetrl.precision.block_formats import ROUNDING_BYTES, VALUES_AT_ONCE
-from jetrl.precision.formats import key_and_value_formats, number_format
+from jetrl.precision.formats import Emulated, key_and_value_formats, number_format
 from jetrl.precision.int8_planes import rows_per_chunk
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import PrecisionPlan
@@ -280,14 +280,12 @@ def _emulated_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
 ) -> int:
     """Return the maximum bytes of rounded operands in BF16, and of float32 copies of a part."""
-    if not number_format(plan.train_linear).emulated:
+    format = number_format(plan.train_linear)
+    if not isinstance(format, Emulated):
         return 0
     shapes, linears = parameter_shapes(config), stored_tensors(config).items()
     sizes = [shapes[name] for name, parts in linears if parts[0].linear_weight]
-    # In backward: dY for DGrad and WGrad, X for WGrad, and the weight if it is rounded again.
-    most = max(
-        4 * n * tokens + 2 * k * (tokens + n) if backward else 2 * k * tokens for n, k in sizes
-    )
+    most = max(format.operand_bytes(size, tokens, backward) for size in sizes)
     widest = max(max(size) for size in sizes)
     return most + ROUNDING_BYTES * min(VALUES_AT_ONCE, tokens * widest)
 

@@ -102,7 +102,7 @@ class ExpertsShape(Block):
         """Raise a UserError if an expert's matrices do not fit the groups of a format."""
         if format.emulated:
             raise UserError(
-                "precision.preset = nvfp4 is not for experts: use precision.preset=int8, or a "
+                f"training in {format.words} is not for experts: use precision.preset=int8, or a "
                 "dense model"
             )
         if format.frozen:

@@ -162,6 +162,8 @@ class Weights:
         if not weight.fixed:
             dtype = torch.bfloat16 if in_bf16 else torch.float32
             self.gradients.expected.append((weight.master, dtype))
+            if formats["train"].estimates:
+                self.gradients.estimated[weight.master] = formats["train"].estimate
         own, added = self._adapter, None
         if own is not None and name in own.shapes:
             if formats["train"].emulated:

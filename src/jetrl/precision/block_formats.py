@@ -157,7 +157,7 @@ def quantize_blocks(
     if second is None:
         second = second_scales(x, format)
     groups = grouped(x.float(), format.block)
-    amax = _finite(groups.abs().amax((-3, -1), keepdim=True))
+    amax = finite_maximum(groups.abs().amax((-3, -1), keepdim=True))
     shared = second[:, :, None, None]
     scales = format.scales.choose(amax / shared, format.codes, draws is not None)
     divided = groups / (scales * shared)
@@ -174,7 +174,9 @@ def second_scales(x: Tensor, format: BlockFormat) -> Tensor:
     else:
         low, high = x.aminmax()
         amax = torch.maximum(-low, high).view(1, 1)
-    return power_of_two_above(_over(_finite(amax.float()), format.codes.maximum * _E4M3_MAXIMUM))
+    return power_of_two_above(
+        over(finite_maximum(amax.float()), format.codes.maximum * _E4M3_MAXIMUM)
+    )
 
 
 def on_grid(x: Tensor, grid: Grid, draws: Tensor | None = None) -> Tensor:
@@ -228,12 +230,12 @@ def block_rotation(x: Tensor) -> Tensor:
     return hadamard(x.float(), BLOCK_ROTATION) * BLOCK_ROTATION**-0.5
 
 
-def _finite(amax: Tensor) -> Tensor:
+def finite_maximum(amax: Tensor) -> Tensor:
     """Return a maximum, at least the floor; NaN if it is not finite."""
     return amax.clamp(min=AMAX_FLOOR) + (amax - amax)
 
 
-def _over(x: Tensor, divisor: float) -> Tensor:
+def over(x: Tensor, divisor: float) -> Tensor:
     """Divide with one rounding: for a Python number torch multiplies by a rounded reciprocal."""
     return x / x.new_full((), divisor)
 
@@ -254,7 +256,7 @@ def _step(x: Tensor, grid: Grid) -> Tensor:
 
 
 def _e4m3_scale(amax: Tensor, codes: Grid, up: bool) -> Tensor:
-    ratio = _over(amax, codes.maximum)
+    ratio = over(amax, codes.maximum)
     step = _step(ratio, E4M3)
     scales = (ratio / step).ceil() * step if up else on_grid(ratio, E4M3)
     return scales.clamp(_SMALLEST_SCALE, E4M3.maximum)
@@ -267,7 +269,7 @@ def _power_below(amax: Tensor, codes: Grid, up: bool) -> Tensor:
 
 
 def _power_above(amax: Tensor, codes: Grid, up: bool) -> Tensor:
-    return power_of_two_above(_over(amax, codes.maximum))
+    return power_of_two_above(over(amax, codes.maximum))
 
 
 def _e4m3_stored(values: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ backend of the tensor's device. A `Gradient` quantizes dY for a weight in codes.
 
 `number_format` returns the record of a name in a plan or in settings, `format_of` that of a weight.
 To add a format, add a record here and its name to `settings.presets`. `Emulated` formats round
-operands to block formats (`precision.block_formats`) and multiply their values in BF16.
+operands to four bits (`precision.block_formats`, `precision.fp4`) and multiply their values in
+BF16.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -17,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from jetrl.precision.block_formats import (
     BlockFormat,
     block_values,
 )
+from jetrl.precision.fp4 import clamped, clamped_operands, estimate, fp4_values
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.int8 import (
     int8_matmul,
@@ -56,7 +58,8 @@ from jetrl.precision.quantize import (
     empty_int8_rows,
     quantize,
 )
-from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule
+from jetrl.settings import presets
+from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule, WeightBlock
 
 # FP8 in 128 x 128 groups, INT8 rows, rows in two INT8 planes, NVFP4, or BF16.
 StoredWeight = QTensor | Planes | NVFP4Weight | Tensor
@@ -97,6 +100,7 @@ class Format:
             planes (`precision.int8_planes`).
         emulated: Whether products are those of BF16 values rounded to a format without kernels.
         whole: Whether rounding a weight needs all of its rows.
+        options: The fields of `Recipe` that the format takes.
     """
 
     name: str
@@ -113,6 +117,15 @@ class Format:
     two_planes: ClassVar[bool] = False
     emulated: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    options: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def estimates(self) -> bool:
+        """True if the gradients of weights are those of a smooth quantizer (`estimate`)."""
+        return False
+
+    def estimate(self, gradient: Tensor, weight: Tensor) -> None:
+        """Multiply a gradient, float32 [N, K], by the derivative of the quantizer, in place."""
 
     def with_recipe(self, recipe: Recipe) -> Format:
         """Return the format with the options of a plan, if it has any."""
@@ -344,14 +357,17 @@ class _NVFP4(Format):
 
 
 class Recipe(NamedTuple):
-    """The options of an emulated format; fields of `PrecisionPlan`."""
+    """The options of emulated formats; fields of `PrecisionPlan`, of which a format takes some."""
 
-    weight_block: Literal["16x16", "1x16"] = "16x16"
-    wgrad_hadamard: bool = True
-    stochastic_rounding: bool = True
+    weight_block: WeightBlock = "16x16"
+    wgrad_hadamard: bool = False
+    stochastic_rounding: bool = False
+    gradient_estimator: bool = False
+    outlier_quantile: float = 1.0
+    outlier_compensation: bool = False
 
 
-_PRESET_RECIPE = Recipe()
+_NO_OPTIONS = Recipe()
 
 
 class TokenValues(NamedTuple):
@@ -367,15 +383,55 @@ class TokenValues(NamedTuple):
 
     def along_tokens(self, x: Tensor) -> Tensor:
         """Return X, bfloat16 [T, K], as an operand of WGrad, [T', K]."""
-        return self.format.along_tokens(x, None)
+        return self.format.wgrad_input(x)
 
 
 @dataclass(frozen=True)
 class Emulated(Format):
-    """Operands in a block format, multiplied as BF16 values, which have codes' exact values.
+    """Operands in four bits, multiplied as BF16 values, which have codes' exact values.
 
-    Weights are stored as BF16 values. X and dY are rounded in blocks along the sum: X to nearest,
-    dY by draws, if the recipe says so. WGrad's operands are rotated along tokens first.
+    Weights are stored as BF16 values.
+    """
+
+    recipe: Recipe = _NO_OPTIONS
+
+    emulated = True
+
+    @property
+    def preset(self) -> str:
+        """The preset that trains in this format."""
+        return self.name.removesuffix("-emulated")
+
+    def with_recipe(self, recipe: Recipe) -> Format:
+        return replaced(self, recipe=recipe)
+
+    def described_training(self, scales: ScaleRule) -> str:
+        """Return the format of a trained linear layer in words, with the options that are on."""
+        return "; ".join((self.described_linear(scales), *self._options_in_words()))
+
+    def operand(self, stored: StoredWeight) -> StoredWeight:
+        weight = _values(stored)
+        marked = weight.view_as(weight)
+        marked.number_format = self  # type: ignore[attr-defined]  # read by `format_of`
+        return marked
+
+    def wgrad_input(self, x: Tensor) -> Tensor:
+        """Return X, bfloat16 [T, K], as an operand of WGrad, [T', K]."""
+        raise NotImplementedError
+
+    def operand_bytes(self, shape: tuple[int, ...], tokens: int, backward: bool) -> int:
+        """Return the maximum bytes of operands that a weight's products have, and of their sums."""
+        raise NotImplementedError
+
+    def _options_in_words(self) -> list[str]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _EmulatedNVFP4(Emulated):
+    """Operands in blocks of 16 along the sum: X to nearest, dY by draws, if the recipe says so.
+
+    WGrad's operands are rotated along tokens first.
 
     Attributes:
         in_rows, in_squares: The block formats of rows along a sum, and of a weight that is read
@@ -384,25 +440,22 @@ class Emulated(Format):
 
     in_rows: BlockFormat = NVFP4_ROWS
     in_squares: BlockFormat = NVFP4_SQUARES
-    recipe: Recipe = _PRESET_RECIPE
 
-    emulated = whole = True
+    whole = True
+    options = ("weight_block", "wgrad_hadamard", "stochastic_rounding")
 
     @property
     def _of_weights(self) -> BlockFormat:
         return self.in_squares if self.recipe.weight_block == "16x16" else self.in_rows
 
-    def with_recipe(self, recipe: Recipe) -> Format:
-        return replaced(self, recipe=recipe)
-
     def described_linear(self, scales: ScaleRule) -> str:
         return f"{self.words}, weights {self.recipe.weight_block}, emulated by BF16 products"
 
-    def operand(self, stored: StoredWeight) -> StoredWeight:
-        weight = _values(stored)
-        marked = weight.view_as(weight)
-        marked.number_format = self  # type: ignore[attr-defined]  # read by `format_of`
-        return marked
+    def _options_in_words(self) -> list[str]:
+        words = ["rotated along tokens"] if self.recipe.wgrad_hadamard else []
+        if self.recipe.stochastic_rounding:
+            words.append("output gradients rounded stochastically")
+        return words
 
     def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
         values = block_values(weight, self._of_weights)
@@ -429,15 +482,85 @@ class Emulated(Format):
         return block_values(dy, self.in_rows, self._draws((*key, "dgrad")))
 
     def tokens(self, dy: Tensor, key: DrawKey) -> TokenValues:
-        return TokenValues(self.along_tokens(dy, self._draws((*key, "wgrad"))), self)
+        return TokenValues(self._along_tokens(dy, self._draws((*key, "wgrad"))), self)
 
-    def along_tokens(self, x: Tensor, key: DrawKey | None) -> Tensor:
+    def wgrad_input(self, x: Tensor) -> Tensor:
+        return self._along_tokens(x, None)
+
+    def operand_bytes(self, shape: tuple[int, ...], tokens: int, backward: bool) -> int:
+        n, k = shape
+        # In backward: dY for DGrad and WGrad, X for WGrad, and the weight if it is rounded again.
+        return 4 * n * tokens + 2 * k * (tokens + n) if backward else 2 * k * tokens
+
+    def _along_tokens(self, x: Tensor, key: DrawKey | None) -> Tensor:
         """Return X or dY [T, D] in blocks along tokens, padded with zeros, bfloat16 [T', D]."""
         turned = pad(x, (0, 0, 0, -len(x) % BLOCK_ROTATION)).mT
         return block_values(turned, self.in_rows, key, self.recipe.wgrad_hadamard).mT
 
     def _draws(self, key: DrawKey) -> DrawKey | None:
         return key if self.recipe.stochastic_rounding else None
+
+
+class _EmulatedFP4(Emulated):
+    """X and weights with a scale per row (`precision.fp4`); output gradients stay in BF16."""
+
+    options = ("gradient_estimator", "outlier_quantile", "outlier_compensation")
+
+    @property
+    def estimates(self) -> bool:
+        return self.recipe.gradient_estimator
+
+    def estimate(self, gradient: Tensor, weight: Tensor) -> None:
+        estimate(gradient, weight)
+
+    def described_linear(self, scales: ScaleRule) -> str:
+        words = f"{self.words}, a scale per row, emulated by BF16 products"
+        if self.recipe.outlier_quantile == 1:
+            return words
+        kept = ", outliers compensated in BF16" if self.recipe.outlier_compensation else ""
+        return f"{words}; tokens clamped at quantile {self.recipe.outlier_quantile:g}{kept}"
+
+    def _options_in_words(self) -> list[str]:
+        estimated = ["weight gradients by a smooth quantizer"] if self.estimates else []
+        return [*estimated, f"output gradients {BF16.words}"]
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
+        values = fp4_values(weight)
+        return into.copy_(values) if isinstance(into, Tensor) else values
+
+    def fprop(
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
+    ) -> Tensor:
+        main, *rest = self._operands(_values(x))
+        if not rest:
+            return bf16_matmul(main, _values(weight), out_dtype, pinned)
+        total = bf16_matmul(main, _values(weight), torch.float32, pinned)
+        total += bf16_matmul(rest[0], _values(weight), torch.float32, pinned)
+        return total.to(out_dtype)
+
+    def tokens(self, dy: Tensor, key: DrawKey) -> TokenValues:
+        return TokenValues(dy, self)
+
+    def wgrad_input(self, x: Tensor) -> Tensor:
+        main, *rest = self._operands(x)
+        return main + rest[0] if rest else main
+
+    def operand_bytes(self, shape: tuple[int, ...], tokens: int, backward: bool) -> int:
+        n, k = shape
+        # The two parts of X; in backward also their sum, in forward both products in float32.
+        return 6 * k * tokens if backward else 4 * k * tokens + 8 * n * tokens
+
+    def _operands(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the parts of X, bfloat16 [T, K], whose products with a weight are added."""
+        quantile = self.recipe.outlier_quantile
+        if quantile < 1 and self.recipe.outlier_compensation:
+            return clamped_operands(x, quantile)
+        return (fp4_values(clamped(x, quantile)),)
 
 
 _HALF_GROUP = 64  # minimum size of an FP8 group, and size of an INT8 rotation
@@ -449,8 +572,12 @@ FP8 = _FP8("fp8", "FP8", _E4M3, "e4m3", _HALF_GROUP)
 INT8 = _INT8("int8", "INT8", _INT8_DTYPE, INT8_CODES, _HALF_GROUP)
 INT8_TWO_PLANES = _INT8TwoPlanes("int8x2", "INT8 in two planes", torch.int16, INT8_CODES)
 NVFP4 = _NVFP4("nvfp4", "NVFP4", torch.uint8, multiple=FP8_BLOCK)
-EMULATED_NVFP4 = Emulated("nvfp4-emulated", "NVFP4", torch.bfloat16, multiple=BLOCK_ROTATION)
-_ALL = (FP32, BF16, FP8, INT8, INT8_TWO_PLANES, NVFP4, EMULATED_NVFP4)
+EMULATED_NVFP4 = _EmulatedNVFP4(
+    presets.EMULATED_NVFP4, NVFP4.words, torch.bfloat16, multiple=BLOCK_ROTATION
+)
+EMULATED_FP4 = _EmulatedFP4(presets.EMULATED_FP4, "FP4", torch.bfloat16)
+EMULATED = (EMULATED_NVFP4, EMULATED_FP4)
+_ALL = (FP32, BF16, FP8, INT8, INT8_TWO_PLANES, NVFP4, *EMULATED)
 _BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
 
 

@@ -50,10 +50,13 @@ class Gradients:
             are added.
         draws: The name of the micro-batch's draws for stochastic rounding: seed, kind of training,
             number of the update, number of the micro-batch.
+        estimated: How to multiply the sum of a master weight, in place, by the derivative of its
+            quantizer, which is the same for all micro-batches of an update (`Format.estimate`).
     """
 
     def __init__(self) -> None:
         self.expected: list[Expected] = []
+        self.estimated: dict[Tensor, Callable[[Tensor, Tensor], None]] = {}
         self.in_chunks: list[Tensor] = []
         self.draws: tuple[int | str, ...] = ()
         self._of_micro_batch: dict[Tensor, Tensor] = {}
@@ -77,6 +80,9 @@ class Gradients:
 
     def end_update(self) -> None:
         """Complete `.grad` of every master weight."""
+        for master, estimate in self.estimated.items():
+            if master.grad is not None:
+                estimate(master.grad, master.detach())
 
     def draw_key(self, master: Tensor) -> tuple[int | str, ...]:
         """Return the name of the draws for a weight's dY: weights are counted as in forward."""
@@ -393,6 +399,7 @@ class OrderedGradients(Gradients):
     def end_update(self) -> None:
         self._sums.finish()
         self._autograd_sums.finish()
+        super().end_update()
 
     def add(self, master: Tensor, product: Tensor) -> None:
         """Add a BF16 gradient [N, K]; chunks of one product are summed in FP32."""

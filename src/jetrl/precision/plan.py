@@ -27,10 +27,12 @@ from jetrl.errors import UserError, named
 from jetrl.files import checked, problem_of, shown_value
 from jetrl.precision.formats import (
     BF16,
+    EMULATED,
     FP8,
     FP32,
     GRADIENTS,
     INT8,
+    Emulated,
     Format,
     Gradient,
     Recipe,
@@ -40,7 +42,7 @@ from jetrl.precision.formats import (
 )
 from jetrl.settings import presets
 from jetrl.settings.model_sections import PrecisionSettings
-from jetrl.settings.section import NonNegative
+from jetrl.settings.section import NonNegative, Quantile
 from jetrl.types import Json
 
 
@@ -96,6 +98,10 @@ class PrecisionPlan:
         weight_block, wgrad_hadamard, stochastic_rounding: Options of emulated NVFP4
             (`formats.Emulated`): values of a weight that share a scale, rotation of WGrad's
             operands, draws for output gradients.
+        gradient_estimator, outlier_quantile, outlier_compensation: Options of emulated FP4
+            (`precision.fp4`): the derivative of a smooth quantizer in weights' gradients, the
+            quantile at which a token's activations are clamped (1: never), and whether what
+            clamping took away is multiplied in BF16.
     """
 
     name: str
@@ -120,6 +126,9 @@ class PrecisionPlan:
     weight_block: presets.WeightBlock = "16x16"
     wgrad_hadamard: bool = False
     stochastic_rounding: bool = False
+    gradient_estimator: bool = False
+    outlier_quantile: Quantile = 1.0
+    outlier_compensation: bool = False
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -147,9 +156,13 @@ class PrecisionPlan:
                 )
             if self.gradient.integer:
                 raise UserError("precision.grad_output = int8 needs precision.preset = int8")
-            return
+        if trained is INT8 or trained.emulated:
+            self._check_fp8_options(trained, sampler)
+
+    def _check_fp8_options(self, trained: Format, sampler: PrecisionPlan) -> None:
+        gradients = ("e5m2", "bf16") if trained.emulated else ("e5m2",)
         only_for_fp8 = {
-            "grad_output": self.grad_output == "e5m2",
+            "grad_output": self.grad_output in gradients,
             "scales": {self.scales, sampler.scales} != {presets.DEFAULT_SCALES},
             "wgrad_input": self.wgrad_input != "128x128",
         }
@@ -175,19 +188,19 @@ class PrecisionPlan:
             )
 
     def _check_recipe(self, trained: Format, sampled: Format) -> None:
-        if trained.emulated or sampled.emulated:
-            if trained is not sampled:
-                raise UserError(
-                    f"rollout_linear = {self.rollout_linear}, train_linear = {self.train_linear}: "
-                    "emulated NVFP4 is for both sides; use precision.preset = nvfp4"
-                )
-            return
-        for field in Recipe._fields:
-            if (value := getattr(self, field)) != getattr(PrecisionPlan, field):
-                raise UserError(
-                    f"precision.{field} = {value} is for NVFP4 that is trained: leave it out, or "
-                    "use precision.preset = nvfp4"
-                )
+        if trained is not sampled and (trained.emulated or sampled.emulated):
+            by_preset = " or ".join(format.preset for format in EMULATED)
+            raise UserError(
+                f"rollout_linear = {self.rollout_linear}, train_linear = {self.train_linear}: "
+                f"emulated formats are for both sides; use precision.preset = {by_preset}"
+            )
+        for format in EMULATED:
+            for field in format.options if format is not trained else ():
+                if (value := getattr(self, field)) != getattr(PrecisionPlan, field):
+                    raise UserError(
+                        f"precision.{field} = {value} is for {format.words} that is trained: "
+                        f"leave it out, or use precision.preset = {format.preset}"
+                    )
 
     def _check_saved(self, trained: Format) -> None:
         problem = None
@@ -268,7 +281,7 @@ class PrecisionPlan:
     @property
     def recipe(self) -> Recipe:
         """The options of emulated formats."""
-        return Recipe(self.weight_block, self.wgrad_hadamard, self.stochastic_rounding)
+        return Recipe(**{name: getattr(self, name) for name in Recipe._fields})
 
     @property
     def widens_wgrad(self) -> bool:
@@ -484,11 +497,8 @@ def _linear_rows(plan: PrecisionPlan) -> list[tuple[str, str]]:
     sampled = number_format(plan.rollout_linear).with_recipe(plan.recipe)
     rollout = sampled.described_linear(plan.scales)
     training = trained.described_linear(plan.scales)
-    if trained.emulated:
-        options = {"rotated along tokens": plan.wgrad_hadamard} | {
-            "output gradients rounded stochastically": plan.stochastic_rounding
-        }
-        training = "; ".join([training, *(words for words, is_on in options.items() if is_on)])
+    if isinstance(trained, Emulated):
+        training = trained.described_training(plan.scales)
         speed = "that of BF16 products at best: there are no kernels for these codes"
         return [("rollout linears", rollout), ("training linears", training), ("speed", speed)]
     if plan.frozen_base:

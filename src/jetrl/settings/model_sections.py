@@ -15,6 +15,7 @@ from jetrl.settings.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    Quantile,
     Section,
 )
 
@@ -64,6 +65,15 @@ class PrecisionSettings(Section):
     stochastic_rounding: bool | None = None
     """stochastic rounding of output gradients to NVFP4, by draws of (seed, update, micro-batch,
     weight, element). Default: true for preset nvfp4"""
+    gradient_estimator: bool | None = None
+    """multiply gradients of FP4 weights by the derivative of a smooth quantizer
+    (docs/precision.md). Default: true for preset fp4"""
+    outlier_quantile: Quantile | None = None
+    """quantile at which the activations of a token are clamped, at both ends, before they are
+    rounded to FP4; 1: never. Default: 0.99 for preset fp4, else 1"""
+    outlier_compensation: bool | None = None
+    """multiply what clamping took away from activations by the weight too, in BF16. Default: true
+    for preset fp4"""
     saved: presets.SavedFormat | None = None
     """format of activations saved for backward; int8: dense layers save gate and up, queries and
     inputs of QK norms as INT8 codes, which takes less memory and changes gradients slightly

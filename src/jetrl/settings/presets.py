@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 Format = Literal["fp32", "bf16", "fp8", "int8"]
 HeadFormat = Literal[Format, "int8x2"]  # lm_head; int8x2: two INT8 planes
 EMULATED_NVFP4: Final = "nvfp4-emulated"
-# Of linear layers. "nvfp4" is for a frozen base; trained NVFP4 is emulated.
-TrainedFormat = Literal[Format, "nvfp4-emulated"]
+EMULATED_FP4: Final = "fp4-emulated"
+# Of linear layers. "nvfp4" is for a frozen base; trained four-bit formats are emulated.
+TrainedFormat = Literal[Format, "nvfp4-emulated", "fp4-emulated"]
 LinearFormat = Literal[TrainedFormat, "nvfp4"]
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
@@ -46,6 +47,9 @@ class PresetFormats(NamedTuple):
     last_layers_bf16: int = 0
     wgrad_hadamard: bool = False
     stochastic_rounding: bool = False
+    gradient_estimator: bool = False
+    outlier_quantile: float = 1.0
+    outlier_compensation: bool = False
 
 
 # `alike` imitates two engines: weights reach the sampler in BF16, and its attention sums differ.
@@ -72,6 +76,16 @@ PRESETS = {
         last_layers_bf16=1,
         wgrad_hadamard=True,
         stochastic_rounding=True,
+    ),
+    "fp4": PresetFormats(
+        EMULATED_FP4,
+        EMULATED_FP4,
+        kv="bf16",
+        rest="bf16",
+        lm_head="bf16",
+        gradient_estimator=True,
+        outlier_quantile=0.99,
+        outlier_compensation=True,
     ),
 }
 DEFAULT_PRESET = "int8"

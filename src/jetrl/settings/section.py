@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
+Quantile = Annotated[float, Field(gt=0.5, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 # Durations that timers and timedeltas can represent (up to 30 years), and list lengths.
