@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from benchmarks.harness import Row, add_adapter_argument, add_tokens_argument, print_table
 from benchmarks.operations import Operation
-from benchmarks.policies import plan_of
+from benchmarks.policies import plan_of, random_source
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import mark, milliseconds_between, watched
 from torch import Tensor
@@ -93,7 +93,7 @@ class LayerBench:
     ) -> None:  # fmt: skip
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
         beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
-        self.policy = Policy.from_config(config, plan_of(plan), 0, device, adapter=beside)
+        self.policy = Policy(random_source(config, device, beside), plan_of(plan), device)
         layer = self.policy.decoder.layers[0]
         assert isinstance(layer, DecoderLayer)
         self.layer, self.tokens, self.length, self.rank = layer, tokens, length, rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,6 +90,18 @@ def plans_of(args: argparse.Namespace) -> Sequence[str]:
     ]
 
 
+def random_source(
+    config: Mapping[str, Any], device: str, adapter: Adapter | None = None
+) -> ModelSource:
+    """Return random weights for a config.json, drawn on the device.
+
+    Runs of some plans draw them on the CPU, which takes minutes for a model of 8B.
+    """
+    shape = ModelConfig.from_hf(config)
+    weights = RandomWeights(shape, 0, device)
+    return ModelSource(shape, lambda _: weights, adapter=adapter)
+
+
 def make_policy(
     shape: str,
     plan: str,
@@ -112,12 +125,9 @@ def make_policy(
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = plan_of(plan)
     select_backend(backend_of(plan), defined=chosen.defined)
-    shape_of = ModelConfig.from_hf(config)
     lora = LoRA(adapter_rank, ALPHA, targets=_ALL)
-    adapter = Adapter.new(shape_of, lora, seed=0) if adapter_rank else None
-    # Drawn on the GPU also for plans whose runs draw on the CPU: that takes minutes at 8B.
-    weights = RandomWeights(shape_of, 0, device)
-    source = ModelSource(shape_of, lambda _: weights, adapter=adapter)
+    adapter = Adapter.new(ModelConfig.from_hf(config), lora, seed=0) if adapter_rank else None
+    source = random_source(config, device, adapter)
     rollout = RolloutSettings(speculation="auto" if speculation else "off")
     with compiled_ahead(source, chosen, device, rollout):
         policy = Policy(source, chosen, device)

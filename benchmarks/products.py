@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from benchmarks.harness import Row, add_tokens_argument, begins
 from benchmarks.operations import Operation, main
-from benchmarks.policies import backend_of, plan_of
+from benchmarks.policies import backend_of, plan_of, random_source
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import seconds_eager, seconds_per_call
 
@@ -50,7 +50,7 @@ def linears_of(shape: str, plan: str, device: str) -> dict[str, list[Linear]]:
     size = SHAPES[shape]["hidden_size"] ** 2
     layers = min(SHAPES[shape]["num_hidden_layers"], 1 + _NOT_CACHED // size)
     config = {**SHAPES[shape], "num_hidden_layers": layers, "vocab_size": 256}
-    policy = Policy.from_config(config, plan_of(plan), 0, device)
+    policy = Policy(random_source(config, device), plan_of(plan), device)
     found = defaultdict(list)
     for layer in policy.decoder.layers:
         for linear in layer.modules():
