@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.harness import RolloutLines, Row, begins
-from benchmarks.loads import Load, make_samples, random_rewards
+from benchmarks.loads import Load, make_samples, random_rewards, with_images
 from benchmarks.policies import make_policy, options_of
 from benchmarks.rollout import capture_graphs, capture_largest
 
@@ -151,17 +151,25 @@ class Flow:
         Args:
             response_length: The maximum tokens per completion; None: those of the load.
         """
-        load = self.load
-        prompts = load.random_prompts(self.vocabulary, seed)
+        load, prompts = self.load, self._prompts(self.load, seed)
         most = response_length or load.response_length
         params = SamplingParams(n=load.samples, max_tokens=most, ignore_eos=True, seed=seed)
-        keys = sequence_keys([PromptInputs(tuple(p)) for p in prompts], load.samples)
+        keys = sequence_keys(prompts, load.samples)
         options = GenerateOptions(
             max_tokens=[min(most, length) for length in self._own_lengths()],
             keys=[keys[i] for i in self._own],
         )
         own = [prompts[i] for i in self._own]
         return self.engine.generate(own, params, progress=RolloutLines(), options=options)
+
+    def _prompts(self, load: Load, seed: int) -> list[PromptInputs]:
+        """Return random prompts, with the images of this flow's load."""
+        prompts, tower = load.random_prompts(self.vocabulary, seed), self.policy.tower
+        if not self.load.image_side:
+            return [PromptInputs(tuple(prompt)) for prompt in prompts]
+        if tower is None:
+            raise UserError(f"--image-side: {self.policy.config.architecture} reads text only")
+        return with_images(prompts, self.load.image_side, tower, seed)
 
     def _own_lengths(self) -> list[int]:
         """Return the tokens of each of this rank's completions, grouped by prompt."""
@@ -170,7 +178,7 @@ class Flow:
 
     def gathered(self, completions: Sequence[Completion], seed: int) -> list[Sample]:
         """Return the samples of all ranks, with random rewards."""
-        prompts, each = self.load.random_prompts(self.vocabulary, seed), self.load.samples
+        prompts, each = self._prompts(self.load, seed), self.load.samples
         whole = list(completions)
         if world().size > 1:
             packed = [
@@ -254,12 +262,11 @@ class Flow:
             each: The number of samples per prompt.
         """
         load = self.load
-        sizes = (load.prompt_length, load.response_length)
-        prompts, answers = (
-            Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
-            for place, size in enumerate(sizes)
+        questions = self._prompts(Load(sequences, 1, load.prompt_length, 0), seed)
+        answers = Load(sequences, 1, load.response_length, 0).random_prompts(
+            self.vocabulary, seed + 1
         )
-        prompts = [prompts[i // each] for i in range(sequences)]
+        prompts = [questions[i // each] for i in range(sequences)]
         zeros = (0.0,) * load.response_length
         completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
         samples = make_samples(prompts, completions, random_rewards(len(completions), seed))

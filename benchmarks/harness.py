@@ -163,5 +163,11 @@ def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: i
 
 def load_of(args: argparse.Namespace) -> Load:
     """Return the load given by the arguments of `add_load_arguments` and by --mean-length."""
-    mean = getattr(args, "mean_length", 0)
-    return Load(args.prompts, args.samples, args.prompt_length, args.response_length, mean)
+    return Load(
+        args.prompts,
+        args.samples,
+        args.prompt_length,
+        args.response_length,
+        mean_length=getattr(args, "mean_length", 0),
+        image_side=getattr(args, "image_side", 0),
+    )

@@ -1,20 +1,25 @@
 """Loads: prompts with completions of given lengths, their random contents, and their FLOPs.
 
 FLOPs are those of the model, not of the machine: 2 per multiply-add of linear layers, of the output
-projection at sampled tokens, and of the causal half of attention. Backward takes twice the forward
-of a product and 2.5 times that of attention. What is computed twice counts once.
+projection at sampled tokens, and of the causal half of attention, not of an image tower. Backward
+takes twice the forward of a product and 2.5 times that of attention. What is computed twice counts
+once.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import PIL.Image
 
+from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
+from jetrl.models.vision import ImageTower
+from jetrl.types import Completion, Image, Prompt, PromptInputs, Sample, Score
 
 # Loads by name, as `load_text` reads them.
 LOADS = {
@@ -42,6 +47,8 @@ class Load:
         samples: Completions per prompt.
         response_length: Tokens per completion; with a tail, the maximum.
         mean_length: The mean of lengths with a tail, before the cut at the maximum; 0: no tail.
+        image_side: Pixels of the side of an image that each prompt begins with; 0: no images. Its
+            tokens count as tokens of the prompt.
     """
 
     prompts: int
@@ -49,6 +56,7 @@ class Load:
     prompt_length: int
     response_length: int
     mean_length: int = 0
+    image_side: int = 0
 
     @property
     def sequences(self) -> int:
@@ -79,9 +87,10 @@ class Load:
 
     def __str__(self) -> str:
         tail = f", log-normal with a mean of {self.mean_length}" if self.mean_length else ""
+        seen = f", an image of {self.image_side}^2 pixels per prompt" if self.image_side else ""
         return (
             f"{self.prompts} prompts x {self.samples} samples, {self.prompt_length} + "
-            f"{self.response_length} tokens{tail}"
+            f"{self.response_length} tokens{tail}{seen}"
         )
 
     def response_lengths(self, seed: int | np.random.Generator = 0) -> list[int]:
@@ -101,6 +110,26 @@ class Load:
         return prompts
 
 
+def with_images(
+    prompts: Sequence[Sequence[int]], side: int, tower: ImageTower, seed: int
+) -> list[PromptInputs]:
+    """Return prompts of the same lengths that begin with an image of noise each."""
+    special = {tower.shape.image_token_id, *tower.shape.video_tokens}
+    found = []
+    for number, prompt in enumerate(prompts):
+        noise = np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), np.uint8)
+        file = io.BytesIO()
+        PIL.Image.fromarray(noise).save(file, "BMP")
+        image = Image(file.getvalue(), side, side)
+        count = tower.num_features(image)
+        if count >= len(prompt):
+            raise UserError(f"an image takes {count} tokens, and --prompt-length is {len(prompt)}")
+        rest = [0 if token in special else token for token in prompt[count:]]
+        token_ids = (*[tower.shape.image_token_id] * count, *rest)
+        found.append(PromptInputs(token_ids, tower.spans(token_ids, [image], "a prompt")))
+    return found
+
+
 def random_rewards(count: int, seed: int) -> list[float]:
     """Return random rewards between 0 and 1."""
     rewards: list[float] = np.random.default_rng(seed).random(count).tolist()
@@ -111,12 +140,13 @@ def make_samples(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rewards: Iterable[float]
 ) -> list[Sample]:
     """Return the samples of completions, which are grouped by prompt."""
+    inputs = [p if isinstance(p, PromptInputs) else PromptInputs(tuple(p)) for p in prompts]
     each = len(completions) // len(prompts)
     return [
         Sample(
             prompt=Prompt(id=str(i // each), text="?"),
             group=i // each,
-            inputs=PromptInputs(tuple(prompts[i // each])),
+            inputs=inputs[i // each],
             completion=completion,
             score=Score(float(reward)),
         )

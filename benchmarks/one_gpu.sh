@@ -99,6 +99,11 @@ study)
         code=$?
     wait
     exit $code ;;
+# A step of Qwen2.5-VL-3B, 32 prompts x 8, each prompt with an image of 448 x 448 pixels (256 tokens);
+# the tower's forwards are part of the rollout, and all tokens are compared under int8; 200 s, 80 GiB.
+images)
+    bench step_images step --shape qwen2.5-vl-3b --plan bf16 --plan int8 --image-side 448 \
+        --prompts 32 --samples 8 --prompt-length 512 --response-length 1024 ;;
 # Without a GPU: most of these commands with a tiny model.
 try)
     tiny="--shape tiny --layers 1 --device cpu --plan unified"
@@ -112,6 +117,8 @@ try)
     bench try-saved step --shape tiny --device cpu --plan int8 --plan "int8 saved=int8" $short
     bench try-saved-layer layer --shape tiny --device cpu --row int8 --row "int8, saved codes" \
         --tokens 32 --length 32
+    bench try-images step --shape tiny-vl --device cpu --plan int8 $size --image-side 32 \
+        --prompts 2 --samples 2 --prompt-length 24 --response-length 16
     bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1 ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.harness import begins
 from benchmarks.shapes import SHAPES
+from torch import Tensor
 
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
+from jetrl.models.vision import READERS, tower_shapes
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import backend_for, select_backend
 from jetrl.session.compiling import compiled_ahead
@@ -90,6 +93,17 @@ def plans_of(args: argparse.Namespace) -> Sequence[str]:
     ]
 
 
+def random_tower(config: ModelConfig, device: str) -> dict[str, Tensor]:
+    """Return random tensors of an image tower, drawn on the device."""
+    assert config.vision is not None, "a model with images"
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = tower_shapes(config.vision, config.hidden_size)
+    return {
+        name: torch.empty(shape, device=device).normal_(0.0, 0.02, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
 def random_source(
     config: Mapping[str, Any], device: str, adapter: Adapter | None = None
 ) -> ModelSource:
@@ -99,7 +113,14 @@ def random_source(
     """
     shape = ModelConfig.from_hf(config)
     weights = RandomWeights(shape, 0, device)
-    return ModelSource(shape, lambda _: weights, adapter=adapter)
+    source = ModelSource(shape, lambda _: weights, adapter=adapter)
+    if shape.vision is None:
+        return source
+    return dataclasses.replace(
+        source,
+        tower=partial(random_tower, shape, device),
+        image_processor=READERS[type(shape.vision)].settings(shape.vision),
+    )
 
 
 def make_policy(

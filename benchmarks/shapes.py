@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.vision_shape import PatchShape
 
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
 _QWEN3_MOE = {
@@ -21,6 +22,11 @@ _OLMOE = {
     "clip_qkv": None,
 }
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+_QWEN_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rms_norm_eps": 1e-6,
+}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 
 
@@ -48,7 +54,7 @@ def _shape(
     }
 
 
-# `tiny` and `tiny-experts` are not well-known models: for trying a benchmark out on a CPU.
+# Names with `tiny` are not well-known models: for trying a benchmark out on a CPU.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
     "qwen3-1.7b": {**_shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936), "tie_word_embeddings": True},
@@ -86,6 +92,22 @@ SHAPES["tiny-experts"] = (
     SHAPES["tiny"]
     | _QWEN3_MOE
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+)
+# Models with images.
+SHAPES["qwen2.5-vl-3b"] = _shape(_QWEN_VL, 2048, 11008, 36, 16, 2, 151936) | {
+    "tie_word_embeddings": True,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+}
+SHAPES["tiny-vl"] = (
+    SHAPES["tiny"]
+    | _QWEN_VL
+    | {
+        **PatchShape.tiny(width=256, head_dim=128)["text_config"],
+        "vision_config": PatchShape.tiny(width=256, head_dim=128)["vision_config"],
+        "image_token_id": 250,
+        "video_token_id": 251,
+    }
 )
 
 

@@ -275,6 +275,13 @@ def _parser() -> argparse.ArgumentParser:
         help="another load with the same policy, as 8x8x256x8192: prompts, samples per prompt, "
         "prompt and response tokens (and the mean length, for a long tail); repeatable",
     )
+    parser.add_argument(
+        "--image-side",
+        type=int,
+        default=0,
+        metavar="PIXELS",
+        help="begin each prompt with a square image; its tokens are part of --prompt-length",
+    )
     parser.add_argument("--batch-per-rank", action="store_true", help="the load is per rank")
     parser.add_argument(
         "--digest", action="store_true", help="add digests of codes, master weights and moments"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
 from tests.distributed.ranks import run_ranks
 
+from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
 from jetrl.training import packing
 
@@ -46,6 +48,21 @@ def test_a_step_of_both_plans() -> None:
         sum(row["seconds"][part] for part in ("update", "optimizer", "requantize")), abs=0.01
     )
     assert compare(base, base)["step"] == 1.0
+
+
+def test_a_step_with_images_compares_all_tokens() -> None:
+    load = replace(LOAD, image_side=32)  # 16 tokens of 8 x 8 pixels
+    choices = replace(CHOICES, shape="tiny-vl")
+    policy = policy_of("int8", choices)
+    row = measure(policy, load, choices, limit=1e12)
+    assert (row["different"], row["compared_tokens"]) == (0, 48)
+    assert "an image of 32^2 pixels" in row["load"]
+    assert policy.tower is not None
+    assert policy.tower.computed > load.prompts
+    with pytest.raises(UserError, match="an image takes 16 tokens, and --prompt-length is 16"):
+        measure(policy, replace(load, prompt_length=16), choices, limit=1e12)
+    with pytest.raises(UserError, match="Qwen3ForCausalLM reads text only"):
+        measure(policy_of("int8", CHOICES), load, CHOICES, limit=1e12)
 
 
 TAIL = Load(prompts=3, samples=2, prompt_length=8, response_length=24, mean_length=8)

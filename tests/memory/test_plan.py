@@ -84,9 +84,12 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     assert row(plan, "quantized weights") == held(policy)
 
 
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
 @pytest.mark.parametrize("preset", ["fp32", "int8"])
-def test_the_tower_of_a_model_with_images_is_counted(preset: str, tmp_path: Path) -> None:
-    policy = Policy.from_pretrained(make_tiny(tmp_path / "model", "idefics3"), preset)
+def test_the_tower_of_a_model_with_images_is_counted(
+    family: str, preset: str, tmp_path: Path
+) -> None:
+    policy = Policy.from_pretrained(make_tiny(tmp_path / "model", family), preset)
     assert policy.tower is not None
     assert policy.tower._modules is not None
     plan = planned(settings(f"precision.preset={preset}"), policy.config)

@@ -140,6 +140,10 @@ class ImageTower:
             texts = [reader.text_of(image) for image in images]
         return first + "".join(map(operator.add, texts, rest))
 
+    def num_features(self, image: Image) -> int:
+        """Return how many tokens have features of an image in their places."""
+        return self._reader.num_features(image)
+
     def spans(
         self, token_ids: Sequence[int], images: Sequence[Image], where: str
     ) -> tuple[ImageSpan, ...]:
@@ -155,7 +159,7 @@ class ImageTower:
             if token == self.shape.image_token_id:
                 places = [*group]
                 runs.append((places[0], len(places)))
-        counts = [self._reader.num_features(image) for image in images]
+        counts = [self.num_features(image) for image in images]
         found, needed = sum(length for _, length in runs), sum(counts)
         if found != needed:
             raise UserError(
@@ -204,7 +208,7 @@ class ImageTower:
             return kept
         assert self._modules is not None, "a model on device meta computes nothing"
         made = self._reader.features(self._modules, image, self._device, self._dtype)
-        assert len(made) == self._reader.num_features(image), f"{len(made)} features of {image}"
+        assert len(made) == self.num_features(image), f"{len(made)} features of {image}"
         self.computed += 1
         features = self._kept[image.digest] = made.cpu()
         while sum(each.nbytes for each in self._kept.values()) > MOST_KEPT and len(self._kept) > 1:
