@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.small import SMALL, trained, without_last_checkpoint
-from tests.models.test_images import model
+from tests.models.test_images import change, model
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
@@ -77,6 +77,21 @@ def test_parts_that_read_text_only_are_named(
 ) -> None:
     with pytest.raises(UserError, match=message):
         trained(words, tmp_path, "run", *setting.split())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_a_reference_with_other_tokens_of_images_is_refused(
+    family: str, words: list[str], tmp_path: Path
+) -> None:
+    reference = model(tmp_path / "reference", family)
+    words = [*words, "algorithm.kl=0.1", "loop.steps=1"]
+    assert trained(words, tmp_path, "own").steps == 1
+    words.append(f"reference.path={reference}")
+    assert trained(words, tmp_path, "alike").steps == 1
+    area = {"shortest_edge": 256, "longest_edge": 512}
+    change(reference / "preprocessor_config.json", size=area)
+    with pytest.raises(UserError, match=r"has 16 tokens for an image, and reference.path 4: give"):
+        trained(words, tmp_path, "other")
 
 
 def test_recorded_rollouts_with_images_are_refused(words: list[str], tmp_path: Path) -> None:

@@ -294,10 +294,7 @@ class MemoryPlan:
         self._add("adapter as forwards read it", adapter_bytes(config, plan, lora))
         sides = " for sampling and training" if config.head == "lm" else ""
         self._add(f"quantized weights{sides}", base)
-        if config.vision is not None:
-            shapes = tower_shapes(config.vision, config.hidden_size).values()
-            size = number_format(plan.rest).dtype.itemsize * sum(map(math.prod, shapes))
-            self._add("image tower", size)
+        self._add("image tower", tower_bytes(config, plan))
 
     def _add_other_weights(self) -> None:
         settings, others, plan = self._settings, self._others, self._plan
@@ -307,9 +304,12 @@ class MemoryPlan:
             size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
             moment = "reference" if settings.reference.offload else None
             self._add("reference: quantized weights only", size, moment)
+            if others.reference is not None:
+                self._add("image tower of the reference", tower_bytes(others.reference, plan))
         if others.teacher is not None:
             size = quantized_bytes(others.teacher, plan, sides=("train",))
             self._add("teacher: quantized weights only", size)
+            self._add("image tower of the teacher", tower_bytes(others.teacher, plan))
         if settings.critic.path is not None:
             weights = 4 * trained_parameters(self._critic, self._cards)
             weights += quantized_bytes(self._critic, plan.without_base)
@@ -510,6 +510,14 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
     shapes = lora.shapes(config).values()
     rows = sum(len(s.parts) * s.padded_rank * s.num_columns for s in shapes)
     return 2 * (rows + sum(s.num_rows * s.padded_rank for s in shapes))
+
+
+def tower_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Return the bytes of the image tower; 0 for a model that reads text only."""
+    if config.vision is None:
+        return 0
+    shapes = tower_shapes(config.vision, config.hidden_size).values()
+    return number_format(plan.rest).dtype.itemsize * sum(map(math.prod, shapes))
 
 
 @functools.lru_cache(maxsize=32)

@@ -107,7 +107,9 @@ def build_reference(
     if not (begun and world().from_first("whether the reference is kept", path.exists)):
         # An existing copy is from an attempt that ended before its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
-    return _frozen(settings, policy, path, policy.key_exponents)
+    reference = _frozen(settings, policy, path, policy.key_exponents)
+    reference.tower = policy.tower  # which is never trained
+    return reference
 
 
 def check_kept(settings: Settings, path: Path) -> None:
@@ -131,6 +133,24 @@ def read_reference(settings: Settings, policy: Policy) -> Policy | None:
     reference = _frozen(settings, policy, path)
     _check_vocabulary(policy, reference, f"reference.path = {path}")
     return reference
+
+
+def check_image_tokens(policy: Model, reference: Model | None, prompts: Sequence[Prompt]) -> None:
+    """Raise a UserError if a reference counts other tokens for an image than the policy.
+
+    It gets the policy's tokens, and computes the features itself.
+    """
+    own, other = policy.tower, None if reference is None else reference.tower
+    if own is None or other is None:
+        return
+    for prompt in prompts:
+        for image in prompt.images:
+            counts = own.num_features(image), other.num_features(image)
+            if counts[0] != counts[1]:
+                raise UserError(
+                    f"prompt {prompt.id!r}: the policy has {counts[0]} tokens for an image, and "
+                    f"reference.path {counts[1]}: give both one preprocessor_config.json"
+                )
 
 
 def _frozen(

@@ -38,6 +38,7 @@ from jetrl.session.building import (
     build_reward,
     build_scalar_model,
     build_teacher,
+    check_image_tokens,
     check_kept,
     device_of,
     dpo_reference,
@@ -622,6 +623,8 @@ def _build_other_models(run: RunContext) -> None:
     others["critic.path"] = value_model(settings, policy)
     build_reward(settings, policy, run.memory.tokens)
     _refuse_images(run, others)
+    asked = [each.prompt for each in run.prompts]
+    check_image_tokens(policy, others["reference.path"], asked)
 
 
 def open_context(
