@@ -56,7 +56,7 @@ def test_codes_and_scales_are_the_nearest(std: float, dtype: torch.dtype) -> Non
     f32 = np.float32
     scale = f32(x.abs().max().item()) / f32(6 * 448)
     assert f32(q.scale) == scale
-    codes = unpacked_codes(q)
+    codes = unpacked_codes(q.codes)
     for row in range(5):
         for group in range(6):
             values = x[row, group * 16 : group * 16 + 16].float().numpy()

@@ -24,12 +24,12 @@ from jetrl.models.block import LayerHalf, SavedCodes
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import TRITON, rows_at_once
-from jetrl.precision.block_formats import ROUNDING_BYTES, VALUES_AT_ONCE
+from jetrl.precision.block_formats import ROUNDING_BYTES
 from jetrl.precision.formats import Emulated, key_and_value_formats, number_format
 from jetrl.precision.int8_planes import rows_per_chunk
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.precision.quantize import FP8_BLOCK, SLAB_BYTES
+from jetrl.precision.quantize import FP8_BLOCK, SLAB_BYTES, VALUES_AT_ONCE
 
 # As in precision.gradients: bytes that are exchanged at once, and the number of such exchanges in
 # flight, including one that was just started.

@@ -35,20 +35,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl.precision.nvfp4 import e2m1_codes
+from jetrl.precision.nvfp4 import e2m1_bytes, e2m1_values
 from jetrl.precision.quantize import (
-    AMAX_FLOOR,
     FORMATS,
     draw_bits,
+    finite_maximum,
     grouped,
     hadamard,
     power_of_two_above,
+    row_parts,
     ungrouped,
 )
 from jetrl.randomness import derive_seed
 
 BLOCK_ROTATION = 16  # values per Hadamard rotation of WGrad's operands
-VALUES_AT_ONCE = 2**24  # values that are rounded together, so that float32 copies stay small
 ROUNDING_BYTES = 48  # per value that is rounded: draws and float32 copies, at most
 _E4M3_TYPE, _E4M3_MAXIMUM = FORMATS["e4m3"]
 
@@ -211,14 +211,11 @@ def block_values(
     """
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     whole = None if format.block[0] == 1 else second_scales(x, format)
-    step = max(16, VALUES_AT_ONCE // max(x.shape[1], 1) // 16 * 16)
-    for start in range(0, len(x), step):
-        rows = range(start, min(start + step, len(x)))
-        part = x[start : rows.stop]
-        if rotated:
-            part = block_rotation(part)
-        draws = None if key is None else uniform_draws(key, rows, x.shape[1], x.device)
-        out[start : rows.stop] = quantize_blocks(part, format, draws, whole).values
+    for rows in row_parts(x, multiple=16):
+        part = block_rotation(x[rows]) if rotated else x[rows]
+        numbers = range(rows.start, rows.stop)
+        draws = None if key is None else uniform_draws(key, numbers, x.shape[1], x.device)
+        out[rows] = quantize_blocks(part, format, draws, whole).values
     return out
 
 
@@ -228,11 +225,6 @@ def block_rotation(x: Tensor) -> Tensor:
     The matrix is its own inverse, so a product of two rotated operands is unchanged.
     """
     return hadamard(x.float(), BLOCK_ROTATION) * BLOCK_ROTATION**-0.5
-
-
-def finite_maximum(amax: Tensor) -> Tensor:
-    """Return a maximum, at least the floor; NaN if it is not finite."""
-    return amax.clamp(min=AMAX_FLOOR) + (amax - amax)
 
 
 def over(x: Tensor, divisor: float) -> Tensor:
@@ -288,30 +280,16 @@ def _e8m0_loaded(stored: Tensor) -> Tensor:
     return torch.where(stored == 255, torch.nan, _power(stored.int()))
 
 
-def _e2m1_packed(codes: Tensor) -> Tensor:
-    """Return two codes per byte, that of the even column in the lower bits."""
-    bits = e2m1_codes(codes)
-    return bits[:, 0::2] | bits[:, 1::2] << 4
-
-
-def _e2m1_unpacked(packed: Tensor) -> Tensor:
-    bits = torch.stack((packed & 15, packed >> 4), 2).flatten(1)
-    exponents, odd = (bits >> 1 & 3).int(), (bits & 1).float()
-    normal = (1 + odd / 2) * _power(exponents + 126)
-    magnitude = torch.where(exponents == 0, odd / 2, normal)
-    return torch.where(bits >= 8, -magnitude, magnitude)
-
-
 _IN_E4M3 = ScaleFormat(_e4m3_scale, _e4m3_stored, _e4m3_loaded, second=True)
 _FLOOR = ScaleFormat(_power_below, _e8m0_stored, _e8m0_loaded, second=False)
 _CEILING = _FLOOR._replace(choose=_power_above)
 
 NVFP4_ROWS = BlockFormat(
-    "NVFP4 1 x 16", E2M1, _IN_E4M3, _e2m1_packed, _e2m1_unpacked, bits=4, block=(1, 16)
+    "NVFP4 1 x 16", E2M1, _IN_E4M3, e2m1_bytes, e2m1_values, bits=4, block=(1, 16)
 )
 NVFP4_SQUARES = BlockFormat(
-    "NVFP4 16 x 16", E2M1, _IN_E4M3, _e2m1_packed, _e2m1_unpacked, bits=4, block=(16, 16)
+    "NVFP4 16 x 16", E2M1, _IN_E4M3, e2m1_bytes, e2m1_values, bits=4, block=(16, 16)
 )
-MXFP4 = BlockFormat("MXFP4", E2M1, _FLOOR, _e2m1_packed, _e2m1_unpacked, bits=4, block=(1, 32))
+MXFP4 = BlockFormat("MXFP4", E2M1, _FLOOR, e2m1_bytes, e2m1_values, bits=4, block=(1, 32))
 MXFP8 = BlockFormat("MXFP8", E4M3, _CEILING, _e4m3_stored, _e4m3_loaded, bits=8, block=(1, 32))
 BLOCK_FORMATS = (NVFP4_ROWS, NVFP4_SQUARES, MXFP4, MXFP8)

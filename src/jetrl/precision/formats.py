@@ -415,6 +415,34 @@ class Emulated(Format):
         marked.number_format = self  # type: ignore[attr-defined]  # read by `format_of`
         return marked
 
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
+        values = self.weight_values(weight)
+        return into.copy_(values) if isinstance(into, Tensor) else values
+
+    def fprop(
+        self,
+        x: GEMMInput,
+        weight: StoredWeight,
+        out_dtype: torch.dtype,
+        pinned: bool,
+        scales: ScaleRule,
+    ) -> Tensor:
+        main, *rest = self.input_parts(_values(x))
+        if not rest:
+            return bf16_matmul(main, _values(weight), out_dtype, pinned)
+        total = bf16_matmul(main, _values(weight), torch.float32, pinned)
+        for part in rest:
+            total += bf16_matmul(part, _values(weight), torch.float32, pinned)
+        return total.to(out_dtype)
+
+    def weight_values(self, weight: Tensor) -> Tensor:
+        """Return a float32 weight [N, K] in four bits, bfloat16."""
+        raise NotImplementedError
+
+    def input_parts(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the parts of X, bfloat16 [T, K], whose products with a weight are added."""
+        raise NotImplementedError
+
     def wgrad_input(self, x: Tensor) -> Tensor:
         """Return X, bfloat16 [T, K], as an operand of WGrad, [T', K]."""
         raise NotImplementedError
@@ -457,20 +485,11 @@ class _EmulatedNVFP4(Emulated):
             words.append("output gradients rounded stochastically")
         return words
 
-    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
-        values = block_values(weight, self._of_weights)
-        return into.copy_(values) if isinstance(into, Tensor) else values
+    def weight_values(self, weight: Tensor) -> Tensor:
+        return block_values(weight, self._of_weights)
 
-    def fprop(
-        self,
-        x: GEMMInput,
-        weight: StoredWeight,
-        out_dtype: torch.dtype,
-        pinned: bool,
-        scales: ScaleRule,
-    ) -> Tensor:
-        values = block_values(_values(x), self.in_rows)
-        return bf16_matmul(values, _values(weight), out_dtype, pinned)
+    def input_parts(self, x: Tensor) -> Sequence[Tensor]:
+        return (block_values(x, self.in_rows),)
 
     def dgrad(self, rows: GEMMInput, weight: StoredWeight) -> Tensor:
         values = _values(weight)
@@ -524,43 +543,26 @@ class _EmulatedFP4(Emulated):
         estimated = ["weight gradients by a smooth quantizer"] if self.estimates else []
         return [*estimated, f"output gradients {BF16.words}"]
 
-    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
-        values = fp4_values(weight)
-        return into.copy_(values) if isinstance(into, Tensor) else values
+    def weight_values(self, weight: Tensor) -> Tensor:
+        return fp4_values(weight)
 
-    def fprop(
-        self,
-        x: GEMMInput,
-        weight: StoredWeight,
-        out_dtype: torch.dtype,
-        pinned: bool,
-        scales: ScaleRule,
-    ) -> Tensor:
-        main, *rest = self._operands(_values(x))
-        if not rest:
-            return bf16_matmul(main, _values(weight), out_dtype, pinned)
-        total = bf16_matmul(main, _values(weight), torch.float32, pinned)
-        total += bf16_matmul(rest[0], _values(weight), torch.float32, pinned)
-        return total.to(out_dtype)
+    def input_parts(self, x: Tensor) -> Sequence[Tensor]:
+        quantile = self.recipe.outlier_quantile
+        if quantile < 1 and self.recipe.outlier_compensation:
+            return clamped_operands(x, quantile)
+        return (fp4_values(clamped(x, quantile)),)
 
     def tokens(self, dy: Tensor, key: DrawKey) -> TokenValues:
         return TokenValues(dy, self)
 
     def wgrad_input(self, x: Tensor) -> Tensor:
-        main, *rest = self._operands(x)
+        main, *rest = self.input_parts(x)
         return main + rest[0] if rest else main
 
     def operand_bytes(self, shape: tuple[int, ...], tokens: int, backward: bool) -> int:
         n, k = shape
         # The two parts of X; in backward also their sum, in forward both products in float32.
         return 6 * k * tokens if backward else 4 * k * tokens + 8 * n * tokens
-
-    def _operands(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the parts of X, bfloat16 [T, K], whose products with a weight are added."""
-        quantile = self.recipe.outlier_quantile
-        if quantile < 1 and self.recipe.outlier_compensation:
-            return clamped_operands(x, quantile)
-        return (fp4_values(clamped(x, quantile)),)
 
 
 _HALF_GROUP = 64  # minimum size of an FP8 group, and size of an INT8 rotation

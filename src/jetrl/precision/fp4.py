@@ -36,24 +36,23 @@ rows have the same bits wherever they are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from jetrl.precision.block_formats import E2M1, VALUES_AT_ONCE, Grid, finite_maximum, on_grid, over
+from jetrl.precision.block_formats import E2M1, Grid, on_grid, over
 from jetrl.precision.exact import exp, log_positive
+from jetrl.precision.quantize import VALUES_AT_ONCE, finite_maximum, row_parts
 
-STEEPNESS = 5  # k of the paper: f has the slope 1 / k at a code
-MOST = 3.0  # of the derivative
+_STEEPNESS = 5  # k of the paper: f has the slope 1 / k at a code
+_MOST = 3.0  # of the derivative
 _SCALES = Grid(mantissa=5, lowest=-126, highest=127, maximum=torch.finfo(torch.float32).max)
-_SMALLEST = 2.0**-20  # of |u|, below which the derivative is MOST anyway
+_SMALLEST = 2.0**-20  # of |u|, below which the derivative has its limit
 
 
 def fp4_values(x: Tensor) -> Tensor:
     """Return the values of x [M, K], any floating dtype, in FP4 with a scale per row: bfloat16."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for rows in _parts(x):
+    for rows in row_parts(x):
         part = x[rows].float()
         scales = _scales(part)
         out[rows] = on_grid(part / scales, E2M1) * scales
@@ -85,7 +84,7 @@ def clamped_operands(x: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
 
 def estimate(gradient: Tensor, weight: Tensor) -> None:
     """Multiply the gradient of a rounded weight, float32 [N, K], by f' of the weight, in place."""
-    for rows in _parts(weight):
+    for rows in row_parts(weight, at_once=VALUES_AT_ONCE // 4):  # of float64 copies
         part = weight[rows].float()
         gradient[rows] *= derivative(part / _scales(part))
 
@@ -97,17 +96,10 @@ def derivative(x: Tensor) -> Tensor:
     place = magnitude / step  # codes are whole numbers
     u = (2 * (place - place.floor()) - 1).abs()
     logarithm = log_positive(u.double().clamp(min=_SMALLEST))
-    power = exp((logarithm * (1 / STEEPNESS - 1)).float())
-    return over(power, STEEPNESS).clamp(max=MOST)
+    power = exp((logarithm * (1 / _STEEPNESS - 1)).float())
+    return over(power, _STEEPNESS).clamp(max=_MOST)
 
 
 def _scales(x: Tensor) -> Tensor:
     """Return t of each row of float32 values, [M, 1]."""
     return on_grid(over(finite_maximum(x.abs().amax(1, keepdim=True)), E2M1.maximum), _SCALES)
-
-
-def _parts(x: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that are rounded together, so that float64 copies stay small."""
-    step = max(1, VALUES_AT_ONCE // 4 // max(x.shape[1], 1))
-    for start in range(0, len(x), step):
-        yield slice(start, start + step)

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
+from jetrl.precision.quantize import FORMATS, finite_maximum, row_parts
 
 NVFP4_GROUP = 16
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -52,7 +52,6 @@ _TIES = tuple(
 )
 _SCALE_TYPE, _SCALE_MAXIMUM = FORMATS["e4m3"]
 _SMALLEST_SCALE = 2.0**-9
-_VALUES_AT_ONCE = 2**24  # values that are quantized together, so that float32 copies stay small
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,12 @@ def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
     assert x.dtype.is_floating_point, f"{x.dtype}"
     assert x.shape[1] % NVFP4_GROUP == 0, f"{list(x.shape)}"
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-    largest = torch.maximum(-low, high).float()
-    # Not finite whatever the value: Inf - Inf and NaN - NaN are NaN.
-    floored = torch.maximum(largest, largest.new_tensor(AMAX_FLOOR)) + (largest - largest)
+    floored = finite_maximum(torch.maximum(-low, high).float())
     scale = floored / floored.new_tensor(_MAXIMUM * _SCALE_MAXIMUM)
     codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(x.shape[0], x.shape[1] // NVFP4_GROUP, dtype=_SCALE_TYPE, device=x.device)
-    rows = max(1, _VALUES_AT_ONCE // max(x.shape[1], 1))
-    for start in range(0, x.shape[0], rows):
-        part = slice(start, start + rows)
-        codes[part], scales[part] = _quantize_rows(x[part].float(), scale)
+    for rows in row_parts(x):
+        codes[rows], scales[rows] = _quantize_rows(x[rows].float(), scale)
     return NVFP4Tensor(codes, scales, scale)
 
 
@@ -118,8 +113,8 @@ def _quantize_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     # Tensor by tensor: with a Python number torch multiplies by a rounded reciprocal instead.
     amax = groups.abs().amax(2) / (scale * _MAXIMUM)
     scales = amax.clamp(_SMALLEST_SCALE, _SCALE_MAXIMUM).to(_SCALE_TYPE)
-    codes = e2m1_codes(groups / (scales.float() * scale)[:, :, None]).flatten(1)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, scales
+    codes = groups / (scales.float() * scale)[:, :, None]
+    return e2m1_bytes(codes.flatten(1)), scales
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
@@ -131,16 +126,27 @@ def e2m1_codes(x: Tensor) -> Tensor:
     return codes | torch.signbit(x).to(torch.uint8) << 3
 
 
-def unpacked_codes(q: NVFP4Tensor) -> Tensor:
-    """Return the E2M1 codes one to a byte, uint8 [N, K]."""
-    return torch.stack((q.codes & 15, q.codes >> 4), 2).flatten(1)
+def e2m1_bytes(x: Tensor) -> Tensor:
+    """Return the nearest codes of float32 [N, K], uint8 [N, K / 2]: even columns in lower bits."""
+    codes = e2m1_codes(x)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def e2m1_values(packed: Tensor) -> Tensor:
+    """Return the values of packed codes, float32 [N, K]."""
+    table = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=packed.device)
+    codes = unpacked_codes(packed)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def unpacked_codes(packed: Tensor) -> Tensor:
+    """Return the E2M1 codes of bytes [N, K / 2] one to a byte, uint8 [N, K]."""
+    return torch.stack((packed & 15, packed >> 4), 2).flatten(1)
 
 
 def widened(q: NVFP4Tensor) -> Tensor:
     """Return codes times group scales, bfloat16 [N, K]; exact, without the matrix's scale."""
-    table = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=q.codes.device)
-    values = table.index_select(0, unpacked_codes(q).flatten().int()).view(q.shape)
-    return (values * q.scales.float().repeat_interleave(NVFP4_GROUP, 1)).bfloat16()
+    return (e2m1_values(q.codes) * q.scales.float().repeat_interleave(NVFP4_GROUP, 1)).bfloat16()
 
 
 def dequantize_nvfp4(q: NVFP4Tensor) -> Tensor:
@@ -236,7 +242,7 @@ def _factor(q: NVFP4Tensor) -> float | RowFactors:
 def _code_words(q: NVFP4Tensor, blocks: int) -> Tensor:
     """Return the words of the codes of some units, int32 [units, blocks * 512]."""
     zero = (q.scales.float() == 0).repeat_interleave(NVFP4_GROUP, 1)
-    codes = unpacked_codes(q).masked_fill_(zero, 0).int()
+    codes = unpacked_codes(q.codes).masked_fill_(zero, 0).int()
     # [unit, w, g, block, q / 2, q % 2, h, t, p], and the bits of a code from its sign on.
     codes = codes.view(-1, 4, 8, blocks, 4, 2, 2, 4, 2)
     halves = torch.zeros_like(codes[:, :, :, :, :, 0, 0])

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -51,6 +52,7 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {
 AMAX_FLOOR = 2.0**-100
 FP8_BLOCK = 128  # values of a group of FP8 codes
 ROTATION = 64  # values per Hadamard rotation
+VALUES_AT_ONCE = 2**24  # values that are rounded together, so that float32 copies stay small
 SLAB_BYTES = 2**25  # of an operand of DGrad and WGrad in planes, on a GPU
 
 
@@ -241,18 +243,32 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
     `name` is the matrix, whose draws are its own; x begins with its row `first_row`.
     """
     rounded = torch.empty_like(x, dtype=torch.bfloat16)
-    step = max(1, (1 << 24) // x.shape[1])  # rows, for the memory of the draws
-    for start in range(0, len(x), step):
-        part = x[start : start + step].contiguous()
-        begin = (first_row + start) * part.shape[1]
+    for rows in row_parts(x):
+        part = x[rows].contiguous()
+        begin = (first_row + rows.start) * part.shape[1]
         key = zlib.crc32(name.encode()) - (1 << 31)
         draws = draw_bits(begin, part.numel(), key, x.device)
         own = part.view(torch.int32)
         bits = own + (draws & 0xFFFF).view(part.shape)
         # A sum could carry out of a NaN's fraction, and its upper half alone may be Inf.
         bits = torch.where(part.isnan(), own | 0x400000, bits)
-        rounded[start : start + step] = (bits & -0x10000).view(torch.float32)
+        rounded[rows] = (bits & -0x10000).view(torch.float32)
     return rounded
+
+
+def row_parts(x: Tensor, multiple: int = 1, at_once: int = VALUES_AT_ONCE) -> Iterator[slice]:
+    """Yield slices of rows of x [M, K], in order, of about `at_once` values.
+
+    The number of rows of each but the last is a multiple of `multiple`.
+    """
+    step = max(multiple, at_once // max(x.shape[1], 1) // multiple * multiple)
+    for start in range(0, len(x), step):
+        yield slice(start, min(start + step, len(x)))
+
+
+def finite_maximum(amax: Tensor) -> Tensor:
+    """Return float32 maxima of absolute values, at least the floor; NaN if not finite."""
+    return amax.clamp(min=AMAX_FLOOR) + (amax - amax)
 
 
 def draw_bits(begin: int, count: int, key: int, device: torch.device) -> Tensor:
