@@ -65,7 +65,8 @@ def test_both_sides_of_the_plan_agree_and_layers_can_be_recomputed(
     p = Policy.from_config(SHAPES["tiny"], plan=plan, seed=0, device="cuda")
     assert measure(p, num_prompts=12, samples=4, max_tokens=64).different == 0
     ids, ends = torch.arange(300, device="cuda") * 7 % 256, torch.tensor([0, 170, 300])
-    inputs, targets = ForwardInputs.packed(ids.cpu(), ends).to("cuda"), torch.arange(1, 300)
+    inputs = ForwardInputs.packed(ids.cpu(), ends).to(torch.device("cuda"))
+    targets = torch.arange(1, 300)
     found = []
     for recomputed in (False, True):
         logprobs, _ = p.train_logprobs(inputs, ends, targets.cuda(), 1.0, recomputed)
