@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.e2e.small import SMALL, trained, without_last_checkpoint
+from tests.e2e.small import SMALL, demo, trained, without_last_checkpoint
 from tests.models.test_images import change, model
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
+from jetrl.session.open import check_run
 
 TASK = """
 from jetrl.tasks.shapes import Shapes
@@ -61,6 +63,38 @@ def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_pat
     lines = records[0].rollouts(1)
     assert {len(line["images"]) for line in lines} == {1}
     assert lines[0]["prompt_token_ids"].count(lines[0]["prompt_token_ids"][5]) >= 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_completions_that_cross_steps_keep_their_positions(
+    family: str, words: list[str], tmp_path: Path
+) -> None:
+    partial_words = ["rollout.oversample=1.0", "rollout.max_batch_size=12", "rollout.max_tokens=10"]
+    words = [*words, *partial_words, "rollout.page_size=4"]
+    uncut = trained(words, tmp_path, "uncut")
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    resumed = trained(words, tmp_path, "cut", resume=True)
+    records = [RunDirectory.open(done.run_path).metrics() for done in (uncut, resumed)]
+    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    assert sum(metrics["partial_rollout/unfinished"] for metrics in records[0][1:]) > 0
+    for metrics in records[0][1:]:
+        assert metrics["mismatch/num_different"] == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_the_memory_plan_counts_tokens_of_images(
+    family: str, words: list[str], tmp_path: Path
+) -> None:
+    def prefilled(most: int) -> int:
+        area = {"shortest_edge": 256, "longest_edge": most}
+        change(tmp_path / "model" / "preprocessor_config.json", size=area)
+        with contextlib.ExitStack() as stack:
+            rows = check_run(demo(words, tmp_path), stack).memory.plan.rows
+        (row,) = (row.what for row in rows if "prompt tokens" in row.what)
+        return int(row.split()[3])
+
+    # Four prompts with a picture of 96 x 96 pixels each: 4 and 16 tokens.
+    assert prefilled(1024) - prefilled(256) == 4 * 12
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.models.test_images import encode, model, picture
 from jetrl.models.packed import Stems
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.inputs import PromptTooLong
 from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.packing import pack
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score
@@ -95,6 +96,19 @@ def test_features_are_computed_once_and_survive_an_update(family: str, tmp_path:
         policy.requantize()
     assert policy.tower is not None
     assert policy.tower.computed == 2
+
+
+def test_tokens_of_images_count_for_the_context(
+    policy: Policy, prompts: list[PromptInputs]
+) -> None:
+    length = len(prompts[1])
+    assert length >= 4 + 2
+    done = RolloutEngine(policy, max_model_len=length + 3).generate(prompts[1:2], PARAMS)
+    assert {(len(each.token_ids), each.finish_reason) for each in done} == {(3, "length")}
+    expected = RolloutEngine(policy).generate(prompts[1:2], PARAMS)
+    assert [each.token_ids for each in done] == [each.token_ids[:3] for each in expected]
+    with pytest.raises(PromptTooLong, match=f"has {length} tokens: no room"):
+        RolloutEngine(policy, max_model_len=length).generate(prompts[1:2], PARAMS)
 
 
 def test_swapped_images_are_noticed(policy: Policy, prompts: list[PromptInputs]) -> None:
