@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from jetrl.precision.block_formats import BLOCK_FORMATS, BlockFormat, block_values
+from jetrl.precision.fp4 import clamped, clamped_operands, fp4_values
 from jetrl.precision.int8 import int8_rows
 from jetrl.precision.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from jetrl.precision.quantize import FP8_BLOCK, INT8_CODES, CodeFormat, dequantize, quantize
@@ -46,7 +47,14 @@ def _of_rows(k: int) -> float:
     return 1 + SCALE / k
 
 
+def _compensated(x: Tensor) -> Tensor:
+    main, rest = clamped_operands(x, QUANTILE)
+    return main.float() + rest.float()
+
+
 GROUP = FP8_BLOCK
+QUANTILE = 0.99  # of the plan fp4
+OF_FP4 = 0.5 + 2 / 1024  # without what compensation takes
 # A format's name, the bytes of a value in rows of 1,024, and its rounding.
 FORMATS: list[tuple[str, float, Rounds]] = [
     ("BF16", 2.0, lambda x: x.bfloat16().float()),
@@ -58,6 +66,9 @@ FORMATS: list[tuple[str, float, Rounds]] = [
     *((f.words, f.bytes_per_value, _blocks(f)) for f in BLOCK_FORMATS),
     ("NVFP4 1 x 16, stochastic", BLOCK_FORMATS[0].bytes_per_value, _blocks(BLOCK_FORMATS[0], "d")),
     ("NVFP4 of a frozen base", 0.5 + 1 / 16, lambda x: dequantize_nvfp4(quantize_nvfp4(x))),
+    ("FP4 rows", OF_FP4, lambda x: fp4_values(x).float()),
+    ("FP4 rows, clamped", OF_FP4, lambda x: fp4_values(clamped(x, QUANTILE)).float()),
+    ("FP4 rows, compensated", OF_FP4, _compensated),
 ]
 
 

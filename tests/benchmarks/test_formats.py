@@ -18,6 +18,9 @@ def test_errors_of_normal_numbers_are_those_of_the_steps(tmp_path: Path) -> None
     assert abs(normal["INT8 1 x 128"] - 100 * 2.8 / 127 / 12**0.5) < 0.05
     assert normal["BF16"] < normal["INT8 1 x 128"] < normal["MXFP8"] < normal["NVFP4 1 x 16"]
     assert normal["NVFP4 1 x 16"] < normal["NVFP4 1 x 16, stochastic"] < 2 * normal["NVFP4 1 x 16"]
+    # A row of normal numbers has few outliers, one of Student's t many: what clamping is for.
+    heavy = {row["format"]: row["heavy"] for row in rows}
+    assert heavy["FP4 rows, compensated"] < heavy["FP4 rows"] / 2 < heavy["FP4 rows, clamped"] / 2
     bits = {row["format"]: row["bytes"] * 8 for row in rows}
     assert (bits["NVFP4 1 x 16"], bits["MXFP4"], bits["MXFP8"]) == (4.5, 4.2496, 8.2496)
 
