@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.vision_shape import PatchShape
+from jetrl.models.vision_shape import WindowShape
 
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
 _QWEN3_MOE = {
@@ -103,8 +103,8 @@ SHAPES["tiny-vl"] = (
     SHAPES["tiny"]
     | _QWEN_VL
     | {
-        **PatchShape.tiny(width=256, head_dim=128)["text_config"],
-        "vision_config": PatchShape.tiny(width=256, head_dim=128)["vision_config"],
+        **WindowShape.tiny(width=256, head_dim=128)["text_config"],
+        "vision_config": WindowShape.tiny(width=256, head_dim=128)["vision_config"],
         "image_token_id": 250,
         "video_token_id": 251,
     }

@@ -4,7 +4,8 @@
 # Guess:    a forward with input_ids, pixel_values and image_grid_thw has the three rotary positions of image tokens, since
 #           image_token_id in config.json says which these are; or it raises an error.
 # Behavior: only with mm_token_type_ids, which the processor returns next to input_ids. Without it all three positions are
-#           the token's index: of the image, whose rows and columns are lost, and of all text after it.
+#           the token's index: of the image, whose rows and columns are lost, and of all text after it. Qwen3-VL raises an
+#           error.
 # Output:   8 x 8 image tokens and 9 others: the last is at position 72 instead of 16, and with random weights the log-probs
 #           of the text after the image differ by up to 4.29 nats. No warning.
 # Why:      a trainer that joins prompts and completions itself has longer input_ids than the processor's token types. If it

@@ -47,7 +47,7 @@ def words(family: str, tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_path: Path) -> None:
     run = partial(trained, words, tmp_path)
     uncut = run("uncut")

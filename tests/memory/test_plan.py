@@ -84,7 +84,7 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     assert row(plan, "quantized weights") == held(policy)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("preset", ["fp32", "int8"])
 def test_the_tower_of_a_model_with_images_is_counted(
     family: str, preset: str, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: tokens, positions, log-probs, gradients and names are those of transformers."""
+"""Qwen2.5-VL and Qwen3-VL: tokens, positions, log-probs and gradients are transformers'."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ import torch
 from PIL import Image as Pillow
 from safetensors.torch import load_file
 from tests.models.test_images import change, encode, model, picture
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
+)
 from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import Qwen3VLVisionConfig
 from transformers.processing_utils import ProcessorMixin
 
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
 from jetrl.models.vision import tower_shapes
-from jetrl.models.vision_shape import PatchShape, PatchVisionConfig
+from jetrl.models.vision_shape import DeepVisionConfig, WindowVisionConfig
+from jetrl.training.graphs import DecoderGraphs
 from jetrl.types import Image, Prompt, PromptInputs
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILY = "qwen2_5_vl"
+FAMILIES = (FAMILY, "qwen3_vl")
 TOLERANCE = 1e-5  # of log-probs in FP32; sums in another order differ by 1e-6 here
 
 
@@ -42,9 +51,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_by_transformers(path: Path, text: str, images: Sequence[Image]) -> dict[str, Any]:
     settings = json.loads((path / "preprocessor_config.json").read_text())
     policy = Policy.from_pretrained(path, "fp32", device="meta")
+    kinds: dict[str, Any] = {FAMILY: Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
     with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"):
         # Its processor of videos needs torchvision.
-        processor = Qwen2_5_VLProcessor(
+        processor = kinds[policy.config.family](
             Qwen2VLImageProcessorPil(**settings), policy.tokenizer, None
         )
     pictures = [Pillow.open(io.BytesIO(image.data)) for image in images]
@@ -60,16 +70,32 @@ CASES = [
 ]
 
 
+def test_graphs_of_updates_leave_features_of_inner_layers_to_the_decoder(tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(model(tmp_path / "model", "qwen3_vl"), "unified")
+    inputs = encode(policy, "<image>is it?", [picture(1, 32, 32)])
+    (expected,) = policy.logprobs([inputs])
+    captures = mock.Mock()
+    policy.captured = DecoderGraphs(policy.decoder, captures)
+    for _ in range(3):
+        (found,) = policy.logprobs([inputs])
+        assert torch.equal(found, expected)
+    assert not captures.mock_calls
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
 def logits_of(path: Path, read: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return theirs, theirs(**read).logits[0, :-1]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", range(3))
 def test_tokens_log_probs_and_gradients_are_those_of_transformers(
-    case: int, tmp_path: Path
+    family: str, case: int, tmp_path: Path
 ) -> None:
-    path = model(tmp_path / "model", FAMILY, tie_word_embeddings=case == 0)
+    path = model(tmp_path / "model", family, tie_word_embeddings=case == 0)
     text, sizes = CASES[case]
     images = [picture(*size) for size in sizes]
     ours = Policy.from_pretrained(path, "fp32")
@@ -95,7 +121,9 @@ def test_tokens_log_probs_and_gradients_are_those_of_transformers(
         assert (grad - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
 
 
-def test_rotary_positions_are_those_of_transformers(path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_positions_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = model(tmp_path / "model", family)
     policy, (text, sizes) = Policy.from_pretrained(path, "fp32"), CASES[0]
     images = [picture(*size) for size in sizes]
     inputs, read = encode(policy, text, images), read_by_transformers(path, text, images)
@@ -115,35 +143,41 @@ def test_rotary_positions_are_those_of_transformers(path: Path) -> None:
     assert torch.equal(positions, expected[:, 0])
 
 
-def test_positions_without_rows_and_columns_would_be_noticed(path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_positions_and_missing_features_would_be_noticed(family: str, tmp_path: Path) -> None:
+    path = model(tmp_path / "model", family)
     policy = Policy.from_pretrained(path, "fp32")
     inputs = encode(policy, "<image>is it?", [picture(1, 32, 32)])
     with torch.no_grad():
         (found,) = policy.logprobs([inputs])
         spans = tuple(span.within(0, len(inputs)) for span in inputs.images)
         assert spans == inputs.images
-        with mock.patch.object(PatchShape, "axes", ()):
+        assert policy.tower is not None
+        with mock.patch.object(type(policy.tower.shape), "axes", ()):
             (as_text,) = policy.logprobs([inputs])
+        with mock.patch.object(ForwardInputs, "deepened", lambda self, x, layer: x):
+            (shallow,) = policy.logprobs([inputs])
         with mock.patch.object(PromptInputs, "positions", lambda self, a, b: range(a, b)):
             (shifted,) = policy.logprobs([inputs])
     assert (as_text - found)[-3:].abs().max() > 10 * TOLERANCE
     assert (shifted - found)[-3:].abs().max() > 10 * TOLERANCE
+    apart = (shallow - found)[-3:].abs().max()
+    assert (apart > 10 * TOLERANCE) == (family == "qwen3_vl")
 
 
 @pytest.mark.parametrize(
-    "rope",
+    "family, rope",
     [
-        {"rope_type": "default", "mrope_section": [2, 4, 10]},
-        {
-            **{"rope_type": "yarn", "factor": 4.0, "mrope_section": [4, 6, 6]},
-            "original_max_position_embeddings": 64,
-        },
+        (FAMILY, {"rope_type": "default", "mrope_section": [2, 4, 10]}),
+        ("qwen3_vl", {"rope_type": "default", "mrope_section": [8, 4, 20]}),
+        (FAMILY, {**YARN, "mrope_section": [4, 6, 6]}),
+        ("qwen3_vl", {**YARN, "mrope_section": [12, 10, 10]}),
     ],
 )
 def test_other_sections_and_yarn_are_those_of_transformers(
-    rope: dict[str, Any], tmp_path: Path
+    family: str, rope: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = model(tmp_path / "model", FAMILY)
+    path = model(tmp_path / "model", family)
     raw = json.loads((path / "config.json").read_text())
     change(path / "config.json", text_config=raw["text_config"] | {"rope_scaling": rope})
     images = [picture(1, 40, 18), picture(2, 10, 33)]
@@ -238,24 +272,88 @@ def test_the_sizes_of_qwen2_5_vl_3b_are_read(nested: bool) -> None:
     assert names | tower.keys() == saved - {"lm_head.weight"}
 
 
+VL_2B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+    },
+}
+
+
+def test_the_sizes_of_qwen3_vl_2b_are_read() -> None:
+    raw: dict[str, Any] = VL_2B
+    config = ModelConfig.from_hf(raw)
+    assert config.vision is not None
+    assert (config.head_dim, config.rope_theta, config.tie_word_embeddings) == (128, 5e6, True)
+    axes = config.vision.axes
+    assert axes[:7] == (0, 1, 2, 0, 1, 2, 0)
+    assert ([axes.count(axis) for axis in range(3)], axes[57:]) == (
+        [24, 20, 20],
+        (0, 1, 2) + (0,) * 4,
+    )
+    tower = tower_shapes(config.vision, config.hidden_size)
+    theirs = AutoConfig.for_model(**{k: v for k, v in raw.items() if k != "architectures"})
+    with torch.device("meta"):
+        state = AutoModelForImageTextToText.from_config(theirs).state_dict()
+    names = {part.name for parts in stored_tensors(config).values() for part in parts}
+    assert names | tower.keys() == state.keys() - {"lm_head.weight"}
+    assert all(shape == tuple(state[name].shape) for name, shape in tower.items())
+
+
 def test_absent_keys_have_the_values_of_transformers() -> None:
-    theirs, ours = Qwen2_5_VLVisionConfig(), PatchVisionConfig()
-    assert all(getattr(theirs, key) == value for key, value in ours.model_dump().items())
+    pairs = [(Qwen2_5_VLVisionConfig(), WindowVisionConfig())]
+    for theirs, ours in [*pairs, (Qwen3VLVisionConfig(), DeepVisionConfig())]:
+        assert all(getattr(theirs, key) == value for key, value in ours.model_dump().items())
 
 
-def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
-    path = model(tmp_path / "wide", FAMILY, hidden_size=256, num_heads=2, num_kv_heads=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_is_saved(family: str, tmp_path: Path) -> None:
+    path = model(
+        tmp_path / "wide", family, hidden_size=256, num_heads=2, num_kv_heads=1, head_dim=128
+    )
     policy = Policy.from_pretrained(path, "unified")
     policy.save_pretrained(tmp_path / "fp8", "fp8")
     raw = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert "visual" in raw["quantization_config"]["modules_to_not_convert"]
+    assert policy.config.vision is not None
+    (tower_module,) = policy.config.vision.modules
+    assert tower_module in raw["quantization_config"]["modules_to_not_convert"]
     policy.save_pretrained(tmp_path / "saved", "float32")
     kept: dict[str, torch.Tensor] = {}
     tower: dict[str, torch.Tensor] = {}
     for folder, tensors in ((path, tower), (tmp_path / "saved", kept)):
         for file in folder.glob("*.safetensors"):
             tensors |= load_file(file)
-    seen = [name for name in tower if name.startswith("visual.")]
+    seen = [name for name in tower if name.startswith(f"{tower_module}.")]
     assert len(seen) > 20
     assert all(torch.equal(kept[name], tower[name]) for name in seen)
     images = [picture(1)]
@@ -289,6 +387,29 @@ def test_a_configuration_that_does_not_fit_is_named(
         text["rope_scaling"] = {"type": "mrope", "mrope_section": [8, 12, 12]}
     with pytest.raises(UserError, match=message):
         ModelConfig.from_hf(raw | {"text_config": text})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"deepstack_visual_indexes": [0, 1]},
+            "has 2 layers, .* of the 2 decoder layers; should be",
+        ),
+        ({"deepstack_visual_indexes": [2]}, "deepstack_visual_indexes has 2, of 2 layers"),
+        ({"num_position_embeddings": 37}, "num_position_embeddings = 37: no square"),
+        ({"hidden_size": 36}, "hidden_size, 4 x num_heads = 36, 8: not a multiple"),
+    ],
+)
+def test_a_tower_of_qwen3_vl_that_does_not_fit_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = json.loads((model(tmp_path / "model", "qwen3_vl") / "config.json").read_text())
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf(raw | {"vision_config": raw["vision_config"] | changes})
+    raw["text_config"]["rope_scaling"]["mrope_interleaved"] = False
+    with pytest.raises(UserError, match="mrope_interleaved = False"):
+        ModelConfig.from_hf(raw)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def change(file: Path, **changes: Any) -> None:
 
 def model(path: Path, family: str = "idefics3", tiles: bool = True, **sizes: Any) -> Path:
     make_tiny(path, family, initializer_range=0.2, **sizes)
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", "qwen3_vl"):
         change(path / "preprocessor_config.json", size=AREA)
     elif tiles:
         change(path / "preprocessor_config.json", do_image_splitting=True, size=SPLIT)

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(n=3, max_tokens=10, temperature=0.9, ignore_eos=True, se
 LONG = "What is it? " * 9  # so that prompts have a whole block of 128 tokens
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "qwen3_vl"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     path = model(tmp_path_factory.mktemp("models") / "tiles", request.param)
     return Policy.from_pretrained(path, "unified")
@@ -79,7 +79,7 @@ def test_sampler_and_trainer_have_the_same_bits(
     assert num_different(policy, samples[4:5], False) == 0
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_features_are_computed_once_and_survive_an_update(family: str, tmp_path: Path) -> None:
     policy = Policy.from_pretrained(model(tmp_path / "model", family), "unified")
     asked = [encode(policy, "<image>?<image>", [picture(1), picture(2)])] * 2

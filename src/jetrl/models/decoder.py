@@ -179,7 +179,8 @@ class Decoder(nn.Module):
         x = inputs.embedded(x)
         tell(self.trace, "embed", x)
         delta = None
-        for layer, rotation in zip(self.layers, self.rotations(inputs), strict=True):
+        for index, rotation in enumerate(self.rotations(inputs)):
+            layer = self.layers[index]
             last = layer is self.layers[-1]
             if activation_checkpointing:
                 x, delta = checkpoint(
@@ -188,6 +189,7 @@ class Decoder(nn.Module):
                 )  # fmt: skip
             else:
                 x, delta = layer(x, delta, rotation, kv, side, self.trace, last)
+            x = inputs.deepened(x, index)
         assert delta is not None, "a decoder has a layer"
         x = add_norm(x, delta, self.norm)
         tell(self.trace, "norm", x)

@@ -35,7 +35,7 @@ from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
 from jetrl.models.experts_shape import Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts
 from jetrl.models.mixer import AttentionShape, Mixer, WideNormAttention
 from jetrl.models.rope import TYPES, Scaling, read_rope, rotary_channels
-from jetrl.models.vision_shape import PatchShape, TiledShape, VisionShape, mrope_of
+from jetrl.models.vision_shape import DeepShape, TiledShape, VisionShape, WindowShape, mrope_of
 from jetrl.settings.section import MOST_LAYERS
 from jetrl.types import Json
 
@@ -114,8 +114,16 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         heads_fill_width=True,
         rope_types=("default", "mrope", "yarn"),
-        vision=PatchShape,
+        vision=WindowShape,
         language="qwen2_5_vl_text",
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        qk_norm=True,
+        rope_types=("default", "yarn"),
+        vision=DeepShape,
+        language="qwen3_vl_text",
+        prefix="model.language_model",
     ),
 }
 Head = Literal["lm", "score"]
@@ -288,7 +296,9 @@ class ModelConfig:
             vision=vision,
         )
         _check_positions(model)
-        misfit = None if vision is None else vision.misfit(model.hidden_size, model.head_dim)
+        misfit = None
+        if vision is not None:
+            misfit = vision.misfit(model.hidden_size, model.head_dim, model.num_layers)
         if misfit is not None:
             raise UserError(f"config.json: {misfit}")
         return model

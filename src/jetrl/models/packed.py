@@ -45,7 +45,8 @@ class ImageRows:
 
     Attributes:
         places: int64 [N], rows of the forward, ascending.
-        features: [N, D], in the dtype of activations.
+        features: [N, D], in the dtype of activations; [N, (1 + k) * D] if the outputs of the first
+            k decoder layers get features too (DeepStack).
         turns: int64 [N, R / 2], the rotary position of each pair of channels (M-RoPE); None: all
             pairs have the token's.
     """
@@ -111,7 +112,16 @@ class ForwardInputs:
     def embedded(self, x: Tensor) -> Tensor:
         """Return embeddings [T, D] of the tokens with the features of images in their places."""
         images = self.images
-        return x if images is None else x.index_copy(0, images.places, images.features)
+        if images is None:
+            return x
+        return x.index_copy(0, images.places, images.features[:, : x.shape[-1]])
+
+    def deepened(self, x: Tensor, layer: int) -> Tensor:
+        """Return x [T, D] plus the features of images for the output of a decoder layer."""
+        first, images = (layer + 1) * x.shape[-1], self.images
+        if images is None or first >= images.features.shape[-1]:
+            return x
+        return x.index_add(0, images.places, images.features[:, first : first + x.shape[-1]])
 
     def turned(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions [T] and the table of angles [positions, 2, R / 2] that they index.

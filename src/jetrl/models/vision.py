@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from jetrl.errors import UserError, named
 from jetrl.models.block import Shapes
 from jetrl.models.packed import ImageRows
-from jetrl.models.vision_patches import PatchReader
-from jetrl.models.vision_shape import PatchShape, TiledShape, VisionShape
+from jetrl.models.vision_patches import DeepReader, PatchReader
+from jetrl.models.vision_shape import DeepShape, TiledShape, VisionShape, WindowShape
 from jetrl.models.vision_tiles import TileReader
 from jetrl.types import IMAGE_MARK, Image, ImageGrid, ImageSpan, Json
 
@@ -70,12 +70,16 @@ class ImageReader(Protocol):
     def features(
         self, modules: nn.Module, image: Image, device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """Return an image's features, [N, width], on the device."""
+        """Return an image's features on the device, as in `ImageRows`."""
         ...
 
 
 # The reader of each kind of tower.
-READERS: dict[type[VisionShape], Any] = {TiledShape: TileReader, PatchShape: PatchReader}
+READERS: dict[type[VisionShape], Any] = {
+    TiledShape: TileReader,
+    WindowShape: PatchReader,
+    DeepShape: DeepReader,
+}
 
 
 def tower_shapes(shape: VisionShape, width: int) -> Shapes:
@@ -201,7 +205,7 @@ class ImageTower:
 
     @torch.no_grad()
     def features(self, image: Image) -> Tensor:
-        """Return an image's features, [N, width], on the CPU."""
+        """Return an image's features, as in `ImageRows`, on the CPU."""
         kept = self._kept.get(image.digest)
         if kept is not None:
             self._kept.move_to_end(image.digest)

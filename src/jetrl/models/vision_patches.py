@@ -1,4 +1,4 @@
-"""The reader of Qwen2.5-VL: an image keeps about its shape and becomes a grid of patches.
+"""The readers of Qwen2.5-VL and Qwen3-VL: an image keeps its shape and is a grid of patches.
 
 In a prompt's text each image is `<image>`, or what the chat template writes; it becomes
 
@@ -21,7 +21,7 @@ from transformers import models
 from jetrl.errors import UserError
 from jetrl.files import checked
 from jetrl.models.hf_files import first_line
-from jetrl.models.vision_shape import PatchProcessorConfig, PatchShape
+from jetrl.models.vision_shape import DeepShape, GridShape, PatchProcessorConfig, WindowShape
 from jetrl.types import Image, Json
 from jetrl.types.images import decoded
 
@@ -31,18 +31,18 @@ VIDEO = "<|video_pad|>"
 
 
 class PatchReader:
-    """The `vision.ImageReader` of images as grids of patches."""
+    """The `vision.ImageReader` of images as grids of patches, of Qwen2.5-VL."""
 
     tokens = (_START, _END, _MARK, VIDEO)
     mark, place = _MARK, _START + _MARK + _END
     prefix = "visual."
 
-    def __init__(self, shape: PatchShape, processor: Json) -> None:
+    def __init__(self, shape: GridShape, processor: Json) -> None:
         self._shape = shape
         self._processor = _processor(processor, shape)
 
     @staticmethod
-    def modules(shape: PatchShape, width: int) -> nn.Module:
+    def modules(shape: WindowShape, width: int) -> nn.Module:
         # transformers imports the module now, which takes seconds that models of text do not need.
         family: Any = models.qwen2_5_vl
         config = family.Qwen2_5_VLVisionConfig(**shape.vision_config.model_dump())
@@ -53,7 +53,7 @@ class PatchReader:
         return tower
 
     @staticmethod
-    def settings(shape: PatchShape) -> Json:
+    def settings(shape: GridShape) -> Json:
         """Return a processor with transformers' limits of 4 to 1,280 features per image."""
         tower, pixels = shape.vision_config, shape.side**2
         return {
@@ -98,11 +98,34 @@ class PatchReader:
         grid = read["image_grid_thw"]
         merge = self._shape.vision_config.spatial_merge_size
         assert tuple(grid[0, 1:] // merge) == self.grid(image), f"patches {grid} of {image}"
-        features: Tensor = modules(read["pixel_values"].to(device, dtype), grid).pooler_output
+        return self._joined(modules(read["pixel_values"].to(device, dtype), grid))
+
+    def _joined(self, made: Any) -> Tensor:
+        """Return the features in the output of the tower."""
+        features: Tensor = made.pooler_output
         return features
 
 
-def _processor(contents: Json, shape: PatchShape) -> Any:
+class DeepReader(PatchReader):
+    """The `vision.ImageReader` of Qwen3-VL, with features for several decoder layers."""
+
+    prefix = "model.visual."
+
+    @staticmethod
+    def modules(shape: DeepShape, width: int) -> nn.Module:  # type: ignore[override]
+        family: Any = models.qwen3_vl
+        config = family.Qwen3VLVisionConfig(**shape.vision_config.model_dump())
+        library = family.modeling_qwen3_vl
+        tower: nn.Module = library.Qwen3VLVisionModel._from_config(config)
+        with torch.device("cpu"):
+            tower.rotary_pos_emb = library.Qwen3VLVisionRotaryEmbedding(tower.config)
+        return tower
+
+    def _joined(self, made: Any) -> Tensor:
+        return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
+
+
+def _processor(contents: Json, shape: GridShape) -> Any:
     """Return transformers' image processor; raise UserError if its patches do not fit the tower."""
     library: Any = models.qwen2_vl
     if not hasattr(library, "Qwen2VLImageProcessorPil"):

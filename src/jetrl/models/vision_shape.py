@@ -6,6 +6,7 @@ its record (`Family.vision`). The fields are keys of config.json.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from jetrl.types import Json
 Side = Annotated[int, Field(ge=1, le=2**14)]  # pixels
 Number = Annotated[int, Field(ge=0, le=2**14)]
 Numbers = Annotated[tuple[Number, ...], Field(strict=False, max_length=2**12)]  # a list in files
+Sections = Annotated[Numbers, Field(min_length=3, max_length=3)]
 Pixels = Annotated[int, Field(ge=1, le=2**28)]
 
 
@@ -51,8 +53,8 @@ class VisionShape(Stored, extra="ignore"):
         """The tokens of videos, which are not read."""
         return frozenset()
 
-    def misfit(self, width: int, head_dim: int) -> str | None:
-        """Return what does not fit a language model of this width and size of heads."""
+    def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
+        """Return words for sizes that do not fit the language model; None if all do."""
         return None
 
 
@@ -113,25 +115,22 @@ class TiledShape(VisionShape):
         return (self._patches // self.scale_factor) ** 2
 
 
-class PatchVisionConfig(Stored, extra="ignore"):
-    """The contents of `vision_config` of a Qwen2.5-VL tower, with transformers' defaults."""
+class GridVisionConfig(Stored, extra="ignore"):
+    """The keys of `vision_config` that towers over patches share, with transformers' defaults."""
 
-    depth: Layers = 32
-    hidden_size: Width = 3584
-    intermediate_size: Width = 3420
-    num_heads: Heads = 16
     in_channels: Literal[3] = 3
-    patch_size: Side = 14
+    num_heads: Heads = 16
     spatial_merge_size: Annotated[int, Field(ge=1, le=64)] = 2
     temporal_patch_size: Annotated[int, Field(ge=1, le=64)] = 2
-    window_size: Side = 112
     out_hidden_size: Width = 3584
-    fullatt_block_indexes: Numbers = (7, 15, 23, 31)
-    hidden_act: Literal["silu"] = "silu"
+    depth: Layers
+    hidden_size: Width
+    intermediate_size: Width
+    patch_size: Side
 
 
-class PatchShape(VisionShape):
-    """The tower of Qwen2.5-VL: windows of patches of an image of any size, then a merger.
+class GridShape(VisionShape):
+    """A tower over the patches of an image of any size, with a merger.
 
     The merger joins `spatial_merge_size` x `spatial_merge_size` patches to one feature. The rotary
     pairs of the language model turn by time, row and column, `mrope_section` pairs each.
@@ -140,34 +139,16 @@ class PatchShape(VisionShape):
         ValueError: Sizes that are not multiples of each other.
     """
 
-    modules = ("visual",)
-    flat = True
-
-    vision_config: PatchVisionConfig
+    vision_config: GridVisionConfig
     image_token_id: Vocabulary = 151655
     video_token_id: Vocabulary = 151656
-    mrope_section: Annotated[Numbers, Field(min_length=3, max_length=3)] = (16, 24, 24)
+    mrope_section: Sections
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
         tower = self.vision_config
-        pairs = {
-            "window_size, patch_size x spatial_merge_size": (tower.window_size, self.side),
-            "hidden_size, 4 x num_heads": (tower.hidden_size, 4 * tower.num_heads),
-        }
-        _check_multiples(pairs)
+        _check_multiples({"hidden_size, 4 x num_heads": (tower.hidden_size, 4 * tower.num_heads)})
         return self
-
-    @classmethod
-    def tiny(cls, width: int, head_dim: int) -> Json:
-        rows = columns = 3 * head_dim // 16
-        tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-        tower |= {"patch_size": 4, "window_size": 16, "out_hidden_size": width}
-        sections = [head_dim // 2 - rows - columns, rows, columns]
-        return {
-            "vision_config": {**tower, "fullatt_block_indexes": [1]},
-            "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": sections}},
-        }
 
     @property
     def side(self) -> int:
@@ -175,15 +156,10 @@ class PatchShape(VisionShape):
         return self.vision_config.patch_size * self.vision_config.spatial_merge_size
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        counts = enumerate(self.mrope_section)
-        return tuple(axis for axis, count in counts for _ in range(count))
-
-    @property
     def video_tokens(self) -> frozenset[int]:
         return frozenset({self.video_token_id})
 
-    def misfit(self, width: int, head_dim: int) -> str | None:
+    def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
         if sum(self.mrope_section) != head_dim // 2:
             return (
                 f"mrope_section = {[*self.mrope_section]} has {sum(self.mrope_section)} pairs of "
@@ -193,6 +169,127 @@ class PatchShape(VisionShape):
         if made != width:
             return f"vision_config.out_hidden_size = {made}: should be hidden_size = {width}"
         return None
+
+
+class WindowVisionConfig(GridVisionConfig, extra="ignore"):
+    """The contents of `vision_config` of Qwen2.5-VL, with transformers' defaults."""
+
+    depth: Layers = 32
+    hidden_size: Width = 3584
+    intermediate_size: Width = 3420
+    patch_size: Side = 14
+    window_size: Side = 112
+    fullatt_block_indexes: Numbers = (7, 15, 23, 31)
+    hidden_act: Literal["silu"] = "silu"
+
+
+class WindowShape(GridShape):
+    """The tower of Qwen2.5-VL, most of whose layers attend within windows of patches.
+
+    The first pairs of channels turn by time, the next by row, the last by column.
+    """
+
+    modules = ("visual",)
+    flat = True
+
+    vision_config: WindowVisionConfig
+    mrope_section: Sections = (16, 24, 24)
+
+    @model_validator(mode="after")
+    def _has_whole_windows(self) -> Self:
+        sizes = (self.vision_config.window_size, self.side)
+        _check_multiples({"window_size, patch_size x spatial_merge_size": sizes})
+        return self
+
+    @classmethod
+    def tiny(cls, width: int, head_dim: int) -> Json:
+        rows = columns = 3 * head_dim // 16
+        sections = [head_dim // 2 - rows - columns, rows, columns]
+        return {
+            "vision_config": {**_tiny_grid(width), "window_size": 16, "fullatt_block_indexes": [1]},
+            "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": sections}},
+        }
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        counts = enumerate(self.mrope_section)
+        return tuple(axis for axis, count in counts for _ in range(count))
+
+
+class DeepVisionConfig(GridVisionConfig, extra="ignore"):
+    """The contents of `vision_config` of Qwen3-VL, with transformers' defaults."""
+
+    depth: Layers = 27
+    hidden_size: Width = 1152
+    intermediate_size: Width = 4304
+    patch_size: Side = 16
+    num_position_embeddings: Annotated[int, Field(ge=1, le=2**20)] = 2304
+    deepstack_visual_indexes: Numbers = (8, 16, 24)
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+
+
+class DeepShape(GridShape):
+    """The tower of Qwen3-VL, whose inner layers give features to the first decoder layers too.
+
+    Pairs of channels turn by time, row and column in turns, up to three times a section, and the
+    rest by time.
+
+    Raises:
+        ValueError: A layer that the tower does not have, or positions that are not a square.
+    """
+
+    modules = ("model.visual",)
+
+    vision_config: DeepVisionConfig
+    mrope_section: Sections = (24, 20, 20)
+    mrope_interleaved: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        tower = self.vision_config
+        deepest = max(tower.deepstack_visual_indexes, default=0)
+        if deepest >= tower.depth:
+            raise ValueError(f"deepstack_visual_indexes has {deepest}, of {tower.depth} layers")
+        if math.isqrt(tower.num_position_embeddings) ** 2 != tower.num_position_embeddings:
+            raise ValueError(
+                f"num_position_embeddings = {tower.num_position_embeddings}: no square"
+            )
+        return self
+
+    @classmethod
+    def tiny(cls, width: int, head_dim: int) -> Json:
+        rows = columns = head_dim // 6
+        sections = [head_dim // 2 - rows - columns, rows, columns]
+        rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": sections}
+        return {
+            "vision_config": {
+                **_tiny_grid(width),
+                "num_position_embeddings": 36,
+                "deepstack_visual_indexes": [0],
+            },
+            "text_config": {"rope_scaling": rope},
+        }
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        _, rows, columns = self.mrope_section
+        ends = (0, 3 * rows, 3 * columns)
+        pairs = range(sum(self.mrope_section))
+        return tuple(pair % 3 if pair < ends[pair % 3] else 0 for pair in pairs)
+
+    def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
+        deep = len(self.vision_config.deepstack_visual_indexes)
+        if deep >= num_layers:
+            return (
+                f"vision_config.deepstack_visual_indexes has {deep} layers, whose features go to "
+                f"as many of the {num_layers} decoder layers; should be fewer"
+            )
+        return super().misfit(width, head_dim, num_layers)
+
+
+def _tiny_grid(width: int) -> Json:
+    sizes = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    return {**sizes, "patch_size": 4, "out_hidden_size": width}
 
 
 def _check_multiples(pairs: dict[str, tuple[int, int]]) -> None:
@@ -237,5 +334,5 @@ class PatchProcessorConfig(Stored):
 def mrope_of(text: Json) -> Json:
     """Return the keys of the rotary rule in config.json that a tower's record reads."""
     rope: Any = text.get("rope_scaling") or text.get("rope_parameters")
-    found = rope.get("mrope_section") if isinstance(rope, dict) else None
-    return {} if found is None else {"mrope_section": found}
+    known = rope if isinstance(rope, dict) else {}
+    return {key: known[key] for key in ("mrope_section", "mrope_interleaved") if key in known}

@@ -265,8 +265,10 @@ class DecoderGraphs:
         """
         decoder, rows = self._decoder, -(-len(inputs) // GRADIENT_TERMS) * GRADIENT_TERMS
         self._uses[rows] += 1
-        # Traces call Python, and a replay does not.
-        if decoder.trace is not None or self._uses[rows] < 2:
+        # Traces call Python, and a replay does not. Segments have no place for further features.
+        width, images = decoder.config.hidden_size, inputs.images
+        deep = images is not None and images.features.shape[-1] > width
+        if decoder.trace is not None or deep or self._uses[rows] < 2:
             return decoder(inputs, kv, "train")
         if rows not in self._graphs:
             self._graphs[rows] = self._capture(rows)
