@@ -210,6 +210,8 @@ REFUSED = [
     ({"activation_checkpointing": True}, "int8", {}, "activation_checkpointing"),
     ({}, "integer", {}, "precision.preset = integer"),
     ({}, "fp32", {}, "precision.preset = fp32"),
+    ({}, "nvfp4", {}, "precision.preset = nvfp4"),
+    ({}, "fp4", {}, "precision.preset = fp4"),
     ({}, "int8", {"config": "olmo"}, "OlmoeForCausalLM"),
 ]
 

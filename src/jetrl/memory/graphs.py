@@ -56,7 +56,7 @@ def captures_updates(
         problem = "adapters are not captured"
     elif train.activation_checkpointing:
         problem = "train.activation_checkpointing computes layers again in backward"
-    elif plan.defined or plan.reads_masters:
+    elif plan.defined or plan.reads_masters or plan.emulated:
         problem = f"updates under precision.preset = {plan.name} are not captured"
     elif any(
         (MIXERS[type(layer.mixer)], BLOCKS[type(layer.block)]) != (Attention, DenseBlock)

@@ -428,7 +428,7 @@ def _check_emulated(config: ModelConfig, plan: PrecisionPlan) -> None:
     """Raise a UserError if no layer has the emulated format of a plan."""
     layers = range(config.num_layers)
     kept = all(plan.keeps_bf16(layer, config.num_layers) for layer in layers)
-    if kept and number_format(plan.train_linear).emulated:
+    if kept and plan.emulated:
         raise UserError(
             f"precision.first_layers_bf16 = {plan.first_layers_bf16} and last_layers_bf16 = "
             f"{plan.last_layers_bf16} keep all {config.num_layers} layers in BF16: set both to 0, "

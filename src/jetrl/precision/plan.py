@@ -274,9 +274,14 @@ class PrecisionPlan:
         """True if all sums have a fixed order; bitwise equality of both sides depends on it."""
         if self.pinned_sums is not None:
             return self.pinned_sums
-        if number_format(self.train_linear).emulated:
+        if self.emulated:
             return self.rollout_linear == self.train_linear
         return presets.codes_alike(self.rollout_linear, self.train_linear)
+
+    @property
+    def emulated(self) -> bool:
+        """True if linear layers are trained in a format without kernels."""
+        return number_format(self.train_linear).emulated
 
     @property
     def recipe(self) -> Recipe:
