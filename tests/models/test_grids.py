@@ -418,7 +418,7 @@ def test_a_tower_of_qwen3_vl_that_does_not_fit_is_named(
         ({"patch_size": 14}, "patch_size = 14: should be 4, as in config.json"),
         ({"merge_size": 1}, "merge_size = 1: should be 2"),
         ({"do_resize": False}, "do_resize = False"),
-        ({"size": {"shortest_edge": 256}}, "size.longest_edge is missing"),
+        ({"size": {"shortest_edge": 256}}, "no least and most pixels"),
         ({"size": {"shortest_edge": 256, "longest_edge": 64}}, "256 .* most 64"),
         ({"image_mean": {}, "resample": "x"}, "transformers cannot use it"),
     ],
@@ -432,9 +432,12 @@ def test_a_processor_that_does_not_fit_is_named(
         Policy.from_pretrained(path, "fp32", device="meta")
 
 
-def test_older_files_limit_pixels_by_other_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [None, {"min_pixels": 64, "max_pixels": 256}])
+def test_older_files_limit_pixels_by_other_keys(
+    size: dict[str, int] | None, tmp_path: Path
+) -> None:
     path = model(tmp_path / "model", FAMILY)
-    change(path / "preprocessor_config.json", size=None, min_pixels=64, max_pixels=256)
+    change(path / "preprocessor_config.json", size=size, min_pixels=64, max_pixels=256)
     policy = Policy.from_pretrained(path, "fp32", device="meta")
     inputs = encode(policy, "<image>", [picture(1, 300, 300)])
     assert inputs.images[0].length == 4

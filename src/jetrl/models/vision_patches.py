@@ -144,14 +144,23 @@ def _processor(contents: Json, shape: GridShape) -> Any:
             raise UserError(f"{_FILE}: {key} = {found}: should be {value}, as in config.json")
     try:
         made = library.Qwen2VLImageProcessorPil.from_dict(dict(contents))
-        trial = made([PIL.Image.new("RGB", (shape.side, shape.side))], return_tensors="pt")
     except Exception as error:  # values that transformers does not check
         raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
-    if made.size.shortest_edge > made.size.longest_edge:
+    least, most = made.size.shortest_edge, made.size.longest_edge
+    if not least or not most:
         raise UserError(
-            f"{_FILE}: an image has at least {made.size.shortest_edge} pixels and at most "
-            f"{made.size.longest_edge} (size, or min_pixels and max_pixels)"
+            f"{_FILE}: no least and most pixels of an image; give size.shortest_edge and "
+            "size.longest_edge, or min_pixels and max_pixels"
         )
+    if least > most:
+        raise UserError(
+            f"{_FILE}: an image has at least {least} pixels and at most {most} (size, or "
+            "min_pixels and max_pixels)"
+        )
+    try:
+        trial = made([PIL.Image.new("RGB", (shape.side, shape.side))], return_tensors="pt")
+    except Exception as error:
+        raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
     width = 3 * tower.temporal_patch_size * tower.patch_size**2
     if trial["pixel_values"].shape[1:] != (width,):
         raise UserError(

@@ -315,8 +315,8 @@ class TileProcessorConfig(Stored):
 class Area(Stored):
     """The least and the most pixels of a resized image, under the names of transformers."""
 
-    shortest_edge: Pixels
-    longest_edge: Pixels
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
 
 
 class PatchProcessorConfig(Stored):

@@ -178,11 +178,13 @@ class PromptInputs(Sequence[int]):
         Tokens after an image with a grid follow its last row or column. Its own tokens turn by
         other positions (`models.packed.ImageRows.turns`).
         """
-        positions: Sequence[int] = range(start, stop)
+        positions: list[int] = []
+        spared = 0
         for span in self.images:
-            end = span.start + span.length
-            positions = [p - span.spared * (i >= end) for i, p in enumerate(positions, start)]
-        return positions
+            end = min(max(start, span.start + span.length), stop)
+            positions += range(start - spared, end - spared)
+            start, spared = end, spared + span.spared
+        return [*positions, *range(start - spared, stop - spared)]
 
     @property
     def offset(self) -> int:
