@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.e2e.small import before_call
+from tests.models.test_images import model, picture
 
 from jetrl import loop, precision, train
 from jetrl.cli import doctor, opening, run_checks
@@ -68,6 +69,34 @@ def test_sample_prints_completions_or_repeatable_json(
         assert record["logprob"] == math.fsum(record["logprobs"])
     done = jetrl("sample", tiny_model)  # nothing is left on standard input
     assert (done.code, "no prompt" in done.err) == (2, True)
+
+
+def test_sample_sees_images(jetrl: Callable, tmp_path: Path) -> None:
+    eyes, files = model(tmp_path / "model", "qwen2_5_vl"), []
+    for seed in (1, 2):
+        files.append(tmp_path / f"{seed}.png")
+        files[-1].write_bytes(picture(seed, 32, 32).data)
+    words = ("sample", eyes, "--json", "--max-tokens", 8, "--image")
+
+    def logprobs(*more: object) -> list[float]:
+        done = jetrl(*words, *more)
+        assert done.code == 0, done.err
+        record = json.loads(done.out)
+        assert record["prompt"].count("<image>") == done.out.count("<image>") > 0
+        return record["logprobs"]
+
+    assert logprobs(files[0], "what?") == logprobs(files[0], "<image>what?")
+    assert logprobs(files[0], "what?") != logprobs(files[1], "what?")
+    both = [(files[i], "--image", files[1 - i], "<image>or<image>?") for i in range(2)]
+    assert logprobs(*both[0]) != logprobs(*both[1])
+    (tmp_path / "3.png").write_text("no picture")
+    for more, message in (
+        ((tmp_path / "4.png", "?"), "4.png: no such file"),
+        ((tmp_path / "3.png", "?"), "3.png: not an image file"),
+        ((files[0], "<image><image>"), "prompt 0: 2 places of images (<image>) for 1 images"),
+    ):
+        done = jetrl(*words, *more)
+        assert (done.code, message in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ For example:
     jetrl sample runs/demo "12+7="
     jetrl sample models/qwen3-8b --chat "Why is the sky blue?" --max-tokens 400
     jetrl sample runs/demo --n 4 --json < prompts.txt
+    jetrl sample models/smolvlm --chat --image cat.png "What is this?"
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jetrl.errors import UserError
 from jetrl.types import Json
 
 if TYPE_CHECKING:
-    from jetrl.types import Completion, Prompt
+    from jetrl.types import Completion, Image, Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
     add("--stop", action="append", default=[], help="stop string (repeatable)")
     add("--chat", action="store_true", help="use the model's chat template")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image that every prompt has, at <image> or else in front of the text (repeatable)",
+    )
     add("--system", metavar="TEXT", help="system prompt (with --chat)")
     add("--json", action="store_true", help="print one JSON object per completion")
 
@@ -50,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
     values = {name: getattr(args, name) for name in names}
     params = arguments.sampling_params(stop=tuple(args.stop), **values)
-    prompts = list(_read_prompts(args.prompt, args.chat))
+    prompts = list(_read_prompts(args.prompt, args.chat, args.image))
 
     from jetrl.cli.opening import open_policy
     from jetrl.models.chat_template import set_template_args
@@ -68,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
+def _read_prompts(words: Sequence[str], chat: bool, files: Sequence[str]) -> Iterator[Prompt]:
     """Yield prompts from the arguments, or from the lines of standard input with text."""
     from jetrl.tasks.base import question_content
+    from jetrl.tasks.shapes import with_places
     from jetrl.types import Prompt
 
+    images = tuple(map(_read_image, files))
     texts = [" ".join(words)] if words else []
     if not texts:
         if sys.stdin.isatty():
@@ -81,7 +91,21 @@ def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
     if not texts:
         raise UserError("no prompt: give one as an argument, or lines on standard input")
     for number, text in enumerate(texts):
-        yield Prompt(id=str(number), **question_content("chat" if chat else "text", text))
+        content = question_content("chat" if chat else "text", text)
+        if images:
+            content = with_places(content, images, f"prompt {number}")
+        yield Prompt(id=str(number), images=images, **content)
+
+
+def _read_image(file: str) -> Image:
+    from jetrl.files import read_bytes
+    from jetrl.types.images import MOST_BYTES, checked_image
+
+    try:
+        data = read_bytes(file, MOST_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"--image {file}: no such file") from None
+    return checked_image(data, f"--image {file}")
 
 
 def _as_text(prompt: Prompt, completion: Completion) -> str:
