@@ -52,7 +52,7 @@ def test_only_gpus_with_few_int8_units_multiply_in_bf16(
 
 @pytest.mark.parametrize(
     "rows, columns, k, parts",
-    [(1, 4096, 4096, 3), (64, 4096, 12288, 6), (64, 24576, 4096, 1), (16, 64, 576, 1)],
+    [(1, 1024, 4096, 2), (64, 2048, 12288, 4), (64, 24576, 4096, 1), (16, 64, 576, 1)],
 )
 def test_few_tiles_take_parts_of_k(rows: int, columns: int, k: int, parts: int) -> None:
     portable = pytest.importorskip("jetrl.precision.triton.portable_int8")
