@@ -561,8 +561,9 @@ class _EmulatedFP4(Emulated):
 
     def operand_bytes(self, shape: tuple[int, ...], tokens: int, backward: bool) -> int:
         n, k = shape
-        # The two parts of X; in backward also their sum, in forward both products in float32.
-        return 6 * k * tokens if backward else 4 * k * tokens + 8 * n * tokens
+        # The two parts of X and what they are made of; or the parts and both products in float32.
+        made = 12 * k * tokens
+        return made if backward else max(made, 4 * k * tokens + 8 * n * tokens)
 
 
 _HALF_GROUP = 64  # minimum size of an FP8 group, and size of an INT8 rotation
