@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image as Pillow
+from pydantic import ValidationError
 from tests.e2e.small import SMALL, demo, trained, without_last_checkpoint
 from tests.models.test_images import change, model
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
+from jetrl.runs.report import write_report
+from jetrl.runs.schemas import ROLLOUT_LINE
 from jetrl.session.open import check_run
 
 TASK = """
@@ -60,6 +65,16 @@ def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_pat
         assert (metrics["mismatch/num_different"], metrics["mismatch/num_tokens"] > 60) == (0, True)
         assert 0 < metrics["reward/mean"] < 1
         assert metrics["policy/grad_norm"] > 0
+    page = write_report(uncut.run_path).read_text()
+    assert page.count('src="data:image/jpeg;base64,') >= 4
+    (uncut.run_path / "rollouts" / "images").rename(tmp_path / "previews")
+    assert "data:image/jpeg" not in write_report(uncut.run_path).read_text()
+    seen = {
+        each for step in (1, 2, 3) for line in records[0].rollouts(step) for each in line["images"]
+    }
+    previews = {file.stem: file.read_bytes() for file in (tmp_path / "previews").iterdir()}
+    assert previews.keys() == seen
+    assert all(max(Pillow.open(io.BytesIO(each)).size) == 96 for each in previews.values())
     lines = records[0].rollouts(1)
     assert {len(line["images"]) for line in lines} == {1}
     assert lines[0]["prompt_token_ids"].count(lines[0]["prompt_token_ids"][5]) >= 4
@@ -126,6 +141,13 @@ def test_a_reference_with_other_tokens_of_images_is_refused(
     change(reference / "preprocessor_config.json", size=area)
     with pytest.raises(UserError, match=r"has 16 tokens for an image, and reference.path 4: give"):
         trained(words, tmp_path, "other")
+
+
+def test_a_line_cannot_name_a_file_elsewhere() -> None:
+    assert ROLLOUT_LINE.validate_python({"images": ["0" * 64]}).images == ["0" * 64]
+    for name in ("../config", "0" * 63 + "/", "A" * 64, "0" * 64 + "\n"):
+        with pytest.raises(ValidationError):
+            ROLLOUT_LINE.validate_python({"images": [name]})
 
 
 def test_recorded_rollouts_with_images_are_refused(words: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
       plan.json                     the precision plan
       metrics.jsonl                 one line per step (docs/metrics.md)
       rollouts/step_NNNNNN.jsonl    the step's completions with their log-probs and rewards
+      rollouts/images/HASH.jpg      previews of images of prompts
       checkpoints/                  written by the trainer
       checkpointed.txt              exists once a checkpoint has been written
       log.txt                       Python logging, with a header per attempt
@@ -77,6 +78,10 @@ class RunDirectory:
         """Return the steps whose rollouts were written, ascending."""
         names = [path.stem.removeprefix("step_") for path in self.rollouts_dir.glob("step_*.jsonl")]
         return sorted(int(name) for name in names if name.isdecimal())
+
+    def preview_file(self, digest: str) -> Path:
+        """Return the file with the preview of an image, by its hash in a line of rollouts."""
+        return self.rollouts_dir / "images" / f"{digest}.jpg"
 
     def rollouts(self, step: int) -> list[Record]:
         return read_jsonl(self.rollouts_file(step), schemas.ROLLOUT_LINE)[0]

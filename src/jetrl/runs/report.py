@@ -6,6 +6,7 @@ markup is `Html`.
 
 from __future__ import annotations
 
+import base64
 import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NewType
 
 from jetrl.errors import UserError
+from jetrl.files import read_bytes
 from jetrl.runs.anomalies import Anomalies, Learning
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
@@ -96,6 +98,7 @@ def folded(title: str, content: object) -> Html:
     )
 
 
+MOST_PREVIEW = 2**20  # bytes; those that runs write have at most 256 x 256 pixels
 MAX_PROMPT, MAX_COMPLETION = 1200, 2400
 DEFAULT_SAMPLES = 8
 STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped": "bad"}
@@ -224,7 +227,7 @@ def _samples(run: RunDirectory, config: Record) -> Html:
             columns.append(Html(f'<div>{title}<p class="soft">{text(error)}</p></div>'))
             continue
         shown = spread(records, max(1, num // len(chosen)))
-        columns.append(Html(f"<div>{title}{join(_sample(r) for r in reversed(shown))}</div>"))
+        columns.append(Html(f"<div>{title}{join(_sample(run, r) for r in reversed(shown))}</div>"))
     note = "From the highest to the lowest reward of the first and the last step."
     if reading := run.reading():
         note += f" In this task {reading}."
@@ -235,7 +238,7 @@ def _samples(run: RunDirectory, config: Record) -> Html:
     )
 
 
-def _sample(record: Record) -> Html:
+def _sample(run: RunDirectory, record: Record) -> Html:
     reward = float(record.get("reward", 0.0))
     tone = "good" if reward > 0 else "bad" if record.get("failure") or reward < 0 else ""
     facts = [f"{len(record.get('token_ids', ()))} tokens"]
@@ -255,10 +258,20 @@ def _sample(record: Record) -> Html:
     return Html(
         f'<article class="card sample"><header><span class="pill {tone}">reward '
         f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
-        f"{readable}"
+        f"{readable}{join(_picture(run, digest) for digest in record.get('images', ()))}"
         f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
         f"{_completion(record)}</article>"
     )
+
+
+def _picture(run: RunDirectory, digest: str) -> Html:
+    """Return the preview of an image; nothing if the run has none that can be read."""
+    try:
+        data = read_bytes(run.preview_file(digest), MOST_PREVIEW)
+    except (FileNotFoundError, UserError):
+        return Html("")
+    source = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    return Html(f'<img alt="image of the prompt" src="{source}">')
 
 
 def _completion(record: Record) -> Html:

@@ -124,7 +124,7 @@ class RolloutLine(Stored):
     task: str = ""
     readable: str = ""
     continues: bool = False
-    images: list[str] = Field(default_factory=list)
+    images: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=list)
 
 
 class RunConfig(Stored):

@@ -79,12 +79,14 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(_line(record) for record in records))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text file; a crash or a full disk leaves the previous one in place."""
+def write_atomically(path: Path, contents: str | bytes) -> None:
+    """Write a file, text in UTF-8; a crash or a full disk leaves the previous one in place."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(text.encode("utf-8", "surrogatepass"))
+            if isinstance(contents, str):
+                contents = contents.encode("utf-8", "surrogatepass")
+            file.write(contents)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -62,6 +62,7 @@ from jetrl.runs.storage import (
 )
 from jetrl.settings.loading import Settings, to_toml
 from jetrl.types import Sample, StepStats
+from jetrl.types.images import preview
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 FOLDER = "ranks"
@@ -149,8 +150,14 @@ class RunWriter(RunDirectory):
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
         self._check_present()
-        path = self.rollouts_file(step)
+        path, samples = self.rollouts_file(step), list(samples)
+        images = {i.digest.hex(): i for sample in samples for i in sample.prompt.images}
         with storing(path):
+            for digest, image in images.items():
+                file = self.preview_file(digest)
+                if not file.exists():
+                    file.parent.mkdir(exist_ok=True)
+                    write_atomically(file, preview(image))
             write_jsonl(path, (record_of(step, sample) for sample in samples))
         return path
 

@@ -17,6 +17,7 @@ from jetrl.types import Image
 
 MOST_PIXELS = 2**25  # 8K video has 33.2 million
 MOST_BYTES = 2**26
+PREVIEW_SIDE = 256
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _AS_RGB = ("RGB", "L", "P", "1")  # modes whose every value is a color without loss
 
@@ -49,6 +50,14 @@ def checked_image(data: bytes, where: str) -> Image:
 def decoded(image: Image) -> Picture:
     """Return the pixels of a checked image, in RGB."""
     return _opened(image.data, "image").convert("RGB")
+
+
+def preview(image: Image) -> bytes:
+    """Return a JPEG file of an image's pixels, at most `PREVIEW_SIDE` pixels high and wide."""
+    picture, file = decoded(image), io.BytesIO()
+    picture.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+    picture.save(file, "JPEG", quality=85)
+    return file.getvalue()
 
 
 def encoded(picture: Picture, where: str) -> Image:
