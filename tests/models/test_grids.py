@@ -21,7 +21,7 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
 )
-from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig, modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLVisionConfig
 from transformers.processing_utils import ProcessorMixin
@@ -430,6 +430,13 @@ def test_a_processor_that_does_not_fit_is_named(
     change(path / "preprocessor_config.json", **changes)
     with pytest.raises(UserError, match=rf"preprocessor_config\.json: .*{message}"):
         Policy.from_pretrained(path, "fp32", device="meta")
+
+
+def test_an_older_transformers_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "Qwen2_5_VLVisionRotaryEmbedding"
+    monkeypatch.delattr(modeling_qwen2_5_vl, name)
+    with pytest.raises(UserError, match=f"of transformers has no {name}: install a newer"):
+        Policy.from_pretrained(path, "fp32")
 
 
 @pytest.mark.parametrize("size", [None, {"min_pixels": 64, "max_pixels": 256}])

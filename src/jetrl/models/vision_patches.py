@@ -47,9 +47,10 @@ class PatchReader:
         family: Any = models.qwen2_5_vl
         config = family.Qwen2_5_VLVisionConfig(**shape.vision_config.model_dump())
         library = family.modeling_qwen2_5_vl
+        angles = _part(library, "Qwen2_5_VLVisionRotaryEmbedding")
         tower: nn.Module = library.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
-        with torch.device("cpu"):  # its angles are not in files
-            tower.rotary_pos_emb = library.Qwen2_5_VLVisionRotaryEmbedding(tower.config)
+        with torch.device("cpu"):  # they are not in files
+            tower.rotary_pos_emb = angles(tower.config)
         return tower
 
     @staticmethod
@@ -116,23 +117,29 @@ class DeepReader(PatchReader):
         family: Any = models.qwen3_vl
         config = family.Qwen3VLVisionConfig(**shape.vision_config.model_dump())
         library = family.modeling_qwen3_vl
+        angles = _part(library, "Qwen3VLVisionRotaryEmbedding")
         tower: nn.Module = library.Qwen3VLVisionModel._from_config(config)
         with torch.device("cpu"):
-            tower.rotary_pos_emb = library.Qwen3VLVisionRotaryEmbedding(tower.config)
+            tower.rotary_pos_emb = angles(tower.config)
         return tower
 
     def _joined(self, made: Any) -> Tensor:
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
 
+def _part(library: Any, name: str) -> Any:
+    """Return a class of transformers; raise UserError if its version has none."""
+    if not hasattr(library, name):
+        raise UserError(
+            f"this version of transformers has no {name}: install a newer one (constraints.txt "
+            "names the version that was tested)"
+        )
+    return getattr(library, name)
+
+
 def _processor(contents: Json, shape: GridShape) -> Any:
     """Return transformers' image processor; raise UserError if its patches do not fit the tower."""
-    library: Any = models.qwen2_vl
-    if not hasattr(library, "Qwen2VLImageProcessorPil"):
-        raise UserError(
-            "this version of transformers has no image processor based on Pillow for Qwen2.5-VL: "
-            "install a newer one (constraints.txt names the version that was tested)"
-        )
+    processor = _part(models.qwen2_vl, "Qwen2VLImageProcessorPil")
     read, tower = checked(TypeAdapter(PatchProcessorConfig), contents, _FILE), shape.vision_config
     expected = {
         "patch_size": tower.patch_size,
@@ -143,7 +150,7 @@ def _processor(contents: Json, shape: GridShape) -> Any:
         if (found := getattr(read, key)) != value:
             raise UserError(f"{_FILE}: {key} = {found}: should be {value}, as in config.json")
     try:
-        made = library.Qwen2VLImageProcessorPil.from_dict(dict(contents))
+        made = processor.from_dict(dict(contents))
     except Exception as error:  # values that transformers does not check
         raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
     least, most = made.size.shortest_edge, made.size.longest_edge
