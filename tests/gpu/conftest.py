@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {HOPPER.gpus}")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that `-m` leaves
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first in the part of the list that `--dist worksteal` gives a process."""
-    long = [item for item in items if item.get_closest_marker("long")]
-    others = [item for item in items if not item.get_closest_marker("long")]
-    items.clear()
-    for processes in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), 0, -1):
-        first = -(-len(long) // processes)
-        rest = (len(long) + len(others)) // processes - first
-        items += long[:first] + others[:rest]
-        del long[:first], others[:rest]
+    """Begin with the long tests in each of the equal parts that `--dist worksteal` makes."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = in_parts(items, processes)
+
+
+def in_parts(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Return tests in an order whose equal parts take about as long, the longest tests first."""
+    seconds = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("long"))}
+    parts: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for item in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        min(parts, key=lambda part: sum(seconds[x] for x in part)).append(item)
+    others = [item for item in items if item not in seconds]
+    ordered: list[pytest.Item] = []
+    for index, part in enumerate(parts):
+        size = (len(items) - len(ordered)) // (processes - index)  # as xdist cuts them
+        missing = max(0, size - len(part))
+        ordered += part + others[:missing]
+        del others[:missing]
+    return ordered + others
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,7 @@ def digest(run: Path, task: str, *settings: str) -> str:
     return found
 
 
+@pytest.mark.long(125)
 def test_a_run_has_one_digest_on_every_backend(tmp_path: Path) -> None:
     file = tmp_path / "odd.py"
     file.write_text(_TASK)

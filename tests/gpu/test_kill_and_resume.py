@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 HARNESS = Path(__file__).parents[1] / "reliability" / "kill_and_resume.py"
 
 
+@pytest.mark.long(105)
 def test_killed_and_resumed_on_the_gpu() -> None:
     command = [sys.executable, str(HARNESS), "--kills", "5", "--device", "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -88,6 +88,7 @@ def check_activations(policy: Policy, lengths: list[int], recomputed: bool) -> N
     assert peak == pytest.approx(planned, rel=0.25 if recomputed else 0.15, abs=2**25)
 
 
+@pytest.mark.long(65)
 def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("")

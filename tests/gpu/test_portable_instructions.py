@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ BY_BF16 = (
     *("test_portable_attention_forward", "test_portable_attention_backward"),
     *("test_portable_attention_decode", "test_portable_gemm", "test_grouped_int8"),
 )
+# Seconds on one H200, compiling included.
+SECONDS = {
+    **{"test_portable_plans": 200, "test_portable_attention_backward": 170},
+    **{"test_grouped_int8": 170, "test_portable_rows": 65, "test_portable_probs": 40},
+}
 OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
@@ -63,19 +69,23 @@ def test_mma_sync_has_the_same_integers(arch: str, by_wgmma: dict[str, Any]) -> 
     assert by_mma["digest"] == by_wgmma["digest"]
 
 
-# A test per file, since compiling one takes up to minutes.
-@pytest.mark.long
+def by_file(files: Sequence[str]) -> pytest.MarkDecorator:
+    """Return a test per file, since compiling one takes up to minutes."""
+    marks = [pytest.mark.long(SECONDS.get(file, 80)) for file in files]
+    cases = [pytest.param(file, marks=mark) for file, mark in zip(files, marks, strict=True)]
+    return pytest.mark.parametrize("file", cases)
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm120"])
-@pytest.mark.parametrize("file", PORTABLE)
+@by_file(PORTABLE)
 def test_kernels_arranged_for_another_gpu_have_the_same_bits(file: str, arch: str) -> None:
     """Run the other tests of portable kernels, which compare with the references."""
     done = run(arch, "-m", "pytest", *OPTIONS, HERE / f"{file}.py")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("arch", [None, "sm80"])
-@pytest.mark.parametrize("file", BY_BF16)
+@by_file(BY_BF16)
 def test_bf16_tensor_cores_have_the_bits_of_int8(file: str, arch: str | None) -> None:
     """Run tests of attention, head and experts with the products of sm_103, by wgmma and mma.sync.
 
