@@ -52,11 +52,11 @@ digest() { # FILE RUN OPTIONS...
     done
 }
 
-# KL and gradients next to FP32, by the rule of benchmarks/plan_error.py; with the parts of `integer`.
+# KL and gradients next to FP32, by the rule of benchmarks/plan_error.py.
 error() { # DIRECTORY FILE
     "$python" -m benchmarks.plan_error "$1" --length 256 --tokens 20480 --gradients 40 \
         --text data/gsm8k/train.jsonl --text docs/precision.md --row "int8 grad_output=int8" \
-        --row integer --row "int8 grad_output=int8 lm_head=int8x2" --row bf16 --out "$out/$2.json"
+        --row integer --row bf16 --out "$out/$2.json"
 }
 
 # A step of the plans that are named, and of `integer` on each backend.
@@ -69,14 +69,8 @@ step() { # FILE OPTIONS...
 load="--samples 8 --prompt-length 256 --response-length 2048"
 
 case ${1:-} in
-# 120 s.
-bits-smollm2-135m|bits-qwen2.5-0.5b|bits-qwen3-0.6b)
-    bits "${1#bits-}" $loads ;;
-# 180 s.
-bits-qwen3-1.7b)
-    bits "${1#bits-}" $loads ;;
-# 400 s.
-bits-qwen3-8b)
+# 60 to 120 s.
+bits-smollm2-135m|bits-qwen2.5-0.5b|bits-qwen3-0.6b|bits-qwen3-1.7b|bits-qwen3-8b)
     bits "${1#bits-}" $loads ;;
 # 90 s.
 drafts-smollm2-135m|drafts-qwen2.5-0.5b|drafts-qwen3-0.6b|drafts-qwen3-1.7b|drafts-qwen3-8b)
@@ -109,6 +103,13 @@ step-8b-integer)
     first=$out/integer_step_8b.json
     [ ! -f "$first" ] || load="$load --beside $first"
     step integer_step_8b_plans --shape qwen3-8b --prompts 32 $load ;;
+# The portable kernels next to Hopper's at 8B: attention, INT8 products, decode of 64 sequences; 230 s.
+portable)
+    bench attention_portable attention --kv int8 integer --parts decode packed torch
+    bench products_integer products --shape qwen3-8b --plan integer \
+        --plan "integer backend=triton" --tokens 16384 --decode 64 4096
+    bench rollout_integer_8b rollout --shape qwen3-8b --plan int8 --plan "int8 backend=triton" \
+        --plan "integer backend=triton" --plan integer --case 64x128x256 ;;
 # Without a GPU: these commands with a tiny model.
 try)
     backends=auto
