@@ -293,8 +293,9 @@ def test_files_of_a_run(whole: Path, damaged: Path, name: str, data: st.DataObje
         assert plan_table(plan)
 
     def show_rollouts() -> None:
-        for record in RunDirectory.open(damaged).rollouts(1):
-            _sample(record)
+        run = RunDirectory.open(damaged)
+        for record in run.rollouts(1):
+            _sample(run, record)
 
     own = {"status.json": lambda: read_status(damaged), "plan.json": make_plan}
     if name.startswith("rollouts"):
