@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.shapes import SHAPES
+from tests.models.test_images import picture
 from tests.training.shared import config
 
 from jetrl.errors import UserError
 from jetrl.memory import activations
-from jetrl.memory.activations import PlannedMicroBatch, layer_backward_bytes
+from jetrl.memory.activations import PlannedMicroBatch, image_bytes, layer_backward_bytes
 from jetrl.memory.fitting import DoesNotFitError, check_fits
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, PlannedRun, Workload, shown
@@ -23,6 +25,7 @@ from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
+from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
@@ -33,6 +36,7 @@ from jetrl.precision.linear import Linear
 from jetrl.rollout.speculation import Speculation
 from jetrl.session.open import Machine
 from jetrl.settings.loading import load_config
+from jetrl.types import ImageGrid, ImageSpan
 
 GIB = 2**30
 STAGED = 8 * (2 * 128 * 2 + 4 * 4)  # bytes of a token, of 8 heads of 128
@@ -94,6 +98,25 @@ def test_the_tower_of_a_model_with_images_is_counted(
     assert policy.tower._modules is not None
     plan = planned(settings(f"precision.preset={preset}"), policy.config)
     assert row(plan, "image tower") == sum(p.nbytes for p in policy.tower._modules.parameters())
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+def test_features_of_images_are_counted(family: str, tmp_path: Path) -> None:
+    policy = Policy.from_pretrained(make_tiny(tmp_path / "model", family), "int8")
+    assert policy.tower is not None
+    image = picture(1, 32, 32)
+    count = policy.tower.num_features(image)
+    grid = ImageGrid(0, 4, 4) if policy.tower.shape.axes else None
+    rows = policy.tower.rows([ImageSpan(image, 0, count, grid=grid)])
+    size = rows.features.nbytes
+    if rows.turns is not None:
+        inputs = ForwardInputs(torch.zeros(count, dtype=torch.int64), torch.arange(count), rows)
+        table = inputs.turned(policy.decoder.rotary_table)[1]
+        size += rows.turns.nbytes + 3 * table.nbytes
+    assert image_bytes(policy.config, policy.plan, count) == size
+    assert image_bytes(SMALL, policy.plan, count) == 0
+    plan = planned(settings(), policy.config)
+    assert row(plan, "features of images") > 0
 
 
 def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:

@@ -260,6 +260,17 @@ def forward_bytes(
     return max(tokens * block, tokens * mixer + earlier) + product
 
 
+def image_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
+    """Return the bytes of `models.packed.ImageRows` for tokens of images, and of their angles."""
+    vision = config.vision
+    if vision is None:
+        return 0
+    features = activation_bytes(plan) * config.hidden_size * (1 + vision.deep_layers)
+    # Positions of pairs, in 64 bits; angles of images, of all tokens, and the two together.
+    turns = (4 + 3 * 4) * config.rotary_dim if vision.axes else 0
+    return tokens * (features + turns)
+
+
 def _saved_codes(half: LayerHalf, plan: PrecisionPlan) -> SavedCodes:
     """Return what half a layer saves as codes under a plan."""
     codes = None if plan.saved == "off" else half.saved_codes

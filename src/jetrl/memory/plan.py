@@ -359,6 +359,11 @@ class MemoryPlan:
         over = f", contexts of {contexts}" if continues else ""
         prefill = self._forward_bytes(prompts, earlier)
         self._add(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill})
+        seen: dict[Moment, int] = {"rollout": prompts, "backward": self.micro_batch.tokens}
+        self._add(
+            "features of images, if all tokens have them",
+            {at: activations.image_bytes(config, self._plan, n) for at, n in seen.items()},
+        )
 
     def _add_decode(self) -> None:
         """Add decode's CUDA graphs, which keep the activations of the largest batch, and drafts.

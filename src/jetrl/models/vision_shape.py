@@ -49,6 +49,11 @@ class VisionShape(Stored, extra="ignore"):
         return ()
 
     @property
+    def deep_layers(self) -> int:
+        """The number of decoder layers whose outputs get features too."""
+        return 0
+
+    @property
     def video_tokens(self) -> frozenset[int]:
         """The tokens of videos, which are not read."""
         return frozenset()
@@ -277,8 +282,12 @@ class DeepShape(GridShape):
         pairs = range(sum(self.mrope_section))
         return tuple(pair % 3 if pair < ends[pair % 3] else 0 for pair in pairs)
 
+    @property
+    def deep_layers(self) -> int:
+        return len(self.vision_config.deepstack_visual_indexes)
+
     def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
-        deep = len(self.vision_config.deepstack_visual_indexes)
+        deep = self.deep_layers
         if deep >= num_layers:
             return (
                 f"vision_config.deepstack_visual_indexes has {deep} layers, whose features go to "
