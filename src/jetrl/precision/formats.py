@@ -2,7 +2,7 @@
 
 A `Format` has the properties of a format (bytes, divisor of weight dimensions, name in messages)
 and the operations of a linear layer: round the weight, quantize X, multiply. Each dispatches to the
-backend of the tensor's device. A `Gradient` quantizes dY for a weight in codes.
+backend of the tensor's device. dY for a weight in codes is `precision.gradient_formats`.
 
 `number_format` returns the record of a name in a plan or in settings, `format_of` that of a weight.
 To add a format, add a record here and its name to `settings.presets`. `Emulated` formats round
@@ -35,13 +35,7 @@ from jetrl.precision.block_formats import (
 )
 from jetrl.precision.fp4 import clamped, clamped_operands, estimate, fp4_values
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
-from jetrl.precision.int8 import (
-    int8_matmul,
-    int8_rows,
-    int8_squares_turned,
-    int8_tokens,
-    int8_turned,
-)
+from jetrl.precision.int8 import int8_matmul, int8_rows, int8_squares_turned, int8_turned
 from jetrl.precision.int8_planes import planes_of_rows
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order, nvfp4_dgrad, nvfp4_matmul
@@ -51,7 +45,6 @@ from jetrl.precision.quantize import (
     INT8_CODES,
     ROTATION,
     CodeFormat,
-    FP8Format,
     Planes,
     QTensor,
     dequantize,
@@ -59,7 +52,7 @@ from jetrl.precision.quantize import (
     quantize,
 )
 from jetrl.settings import presets
-from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, ScaleRule, WeightBlock
+from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule, WeightBlock
 
 # FP8 in 128 x 128 groups, INT8 rows, rows in two INT8 planes, NVFP4, or BF16.
 StoredWeight = QTensor | Planes | NVFP4Weight | Tensor
@@ -609,70 +602,6 @@ def format_of(weight: StoredWeight) -> Format:
     return getattr(weight, "number_format", BF16)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The format of dY for a weight in codes; this class leaves dY in BF16.
-
-    Attributes:
-        coded: Whether WGrad multiplies codes.
-        integer: Whether the codes are INT8, which only INT8 weights can multiply.
-    """
-
-    words: str
-
-    coded: ClassVar[bool] = False
-    integer: ClassVar[bool] = False
-
-    def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
-        """Return dY, bfloat16 [T, N], quantized for DGrad."""
-        return dy
-
-    def rows_and_tokens(
-        self, dy: Tensor, scales: ScaleRule, widened: bool
-    ) -> tuple[GEMMInput, GEMMInput]:
-        """Return dY for DGrad and for WGrad; on a GPU `widened` makes the latter BF16 values."""
-        return dy, dy
-
-
-class _INT8Gradient(Gradient):
-    coded = integer = True
-
-    def rows(self, dy: Tensor, scales: ScaleRule) -> QTensor:
-        return int8_rows(dy)
-
-    def rows_and_tokens(
-        self, dy: Tensor, scales: ScaleRule, widened: bool
-    ) -> tuple[QTensor, QTensor]:
-        return int8_rows(dy), int8_tokens(dy)
-
-
-@dataclass(frozen=True)
-class _FP8Gradient(Gradient):
-    """E4M3 or E5M2. FP8 GEMMs of GPUs do not support E5M2, which is widened to BF16 there."""
-
-    code: FP8Format
-
-    coded = True
-
-    def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
-        if (arithmetic := arithmetic_of(dy)) is None:
-            return quantize(dy, (1, FP8_BLOCK), self.code, scales)
-        return self._for_gpu(arithmetic.quantize_rows(dy, self.code, scales), len(dy))
-
-    def rows_and_tokens(
-        self, dy: Tensor, scales: ScaleRule, widened: bool
-    ) -> tuple[GEMMInput, GEMMInput]:
-        if (arithmetic := arithmetic_of(dy)) is None:
-            rows = quantize(dy, (1, FP8_BLOCK), self.code, scales)
-            return rows, quantize(dy, (FP8_BLOCK, 1), self.code, scales)
-        rows, tokens = arithmetic.quantize_rows_and_tokens(dy, self.code, scales)
-        by_token = _widened(tokens, len(dy)) if widened else tokens
-        return self._for_gpu(rows, len(dy)), by_token
-
-    def _for_gpu(self, rows: QTensor, num_tokens: int) -> GEMMInput:
-        return _widened(rows, num_tokens) if self.code == "e5m2" else rows
-
-
 def _codes(operand: StoredWeight) -> QTensor:
     """Return an operand that must be codes."""
     assert isinstance(operand, QTensor), f"codes multiply codes, not {type(operand)}"
@@ -683,16 +612,3 @@ def _values(operand: StoredWeight) -> Tensor:
     """Return an operand that must be values."""
     assert isinstance(operand, Tensor), f"values multiply values, not {type(operand)}"
     return operand
-
-
-def _widened(codes: QTensor, num_tokens: int) -> Tensor:
-    """Return the values of codes as bfloat16 [T, N], without padding tokens."""
-    return dequantize(codes)[:num_tokens].bfloat16()
-
-
-GRADIENTS: dict[GradFormat, Gradient] = {
-    "e4m3": _FP8Gradient("FP8 e4m3", "e4m3"),
-    "e5m2": _FP8Gradient("FP8 e5m2", "e5m2"),
-    "int8": _INT8Gradient(INT8.described_linear(DEFAULT_SCALES)),
-    "bf16": Gradient(BF16.words),
-}

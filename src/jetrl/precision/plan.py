@@ -30,16 +30,15 @@ from jetrl.precision.formats import (
     EMULATED,
     FP8,
     FP32,
-    GRADIENTS,
     INT8,
     Emulated,
     Format,
-    Gradient,
     Recipe,
     Rounding,
     key_and_value_formats,
     number_format,
 )
+from jetrl.precision.gradient_formats import GRADIENTS, Gradient
 from jetrl.settings import presets
 from jetrl.settings.model_sections import PrecisionSettings
 from jetrl.settings.section import NonNegative, Quantile
