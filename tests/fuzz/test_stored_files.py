@@ -37,7 +37,7 @@ from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import visible
 from jetrl.runs.overview import compare_runs, comparison_rows, list_runs, runs_table, show_run
-from jetrl.runs.report import _sample
+from jetrl.runs.report import _pictures, _sample
 from jetrl.runs.schemas import record_of
 from jetrl.runs.writer import RunWriter
 from jetrl.session.checkpoints import check_extra
@@ -295,7 +295,7 @@ def test_files_of_a_run(whole: Path, damaged: Path, name: str, data: st.DataObje
     def show_rollouts() -> None:
         run = RunDirectory.open(damaged)
         for record in run.rollouts(1):
-            _sample(run, record)
+            _sample(record, _pictures(run, record))
 
     own = {"status.json": lambda: read_status(damaged), "plan.json": make_plan}
     if name.startswith("rollouts"):

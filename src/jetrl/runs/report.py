@@ -7,6 +7,7 @@ markup is `Html`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -227,7 +228,11 @@ def _samples(run: RunDirectory, config: Record) -> Html:
             columns.append(Html(f'<div>{title}<p class="soft">{text(error)}</p></div>'))
             continue
         shown = spread(records, max(1, num // len(chosen)))
-        columns.append(Html(f"<div>{title}{join(_sample(run, r) for r in reversed(shown))}</div>"))
+        columns.append(
+            Html(
+                f"<div>{title}{join(_sample(r, _pictures(run, r)) for r in reversed(shown))}</div>"
+            )
+        )
     note = "From the highest to the lowest reward of the first and the last step."
     if reading := run.reading():
         note += f" In this task {reading}."
@@ -238,7 +243,7 @@ def _samples(run: RunDirectory, config: Record) -> Html:
     )
 
 
-def _sample(run: RunDirectory, record: Record) -> Html:
+def _sample(record: Record, pictures: Html = Html("")) -> Html:
     reward = float(record.get("reward", 0.0))
     tone = "good" if reward > 0 else "bad" if record.get("failure") or reward < 0 else ""
     facts = [f"{len(record.get('token_ids', ()))} tokens"]
@@ -258,20 +263,21 @@ def _sample(run: RunDirectory, record: Record) -> Html:
     return Html(
         f'<article class="card sample"><header><span class="pill {tone}">reward '
         f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
-        f"{readable}{join(_picture(run, digest) for digest in record.get('images', ()))}"
+        f"{readable}{pictures}"
         f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
         f"{_completion(record)}</article>"
     )
 
 
-def _picture(run: RunDirectory, digest: str) -> Html:
-    """Return the preview of an image; nothing if the run has none that can be read."""
-    try:
-        data = read_bytes(run.preview_file(digest), MOST_PREVIEW)
-    except (FileNotFoundError, UserError):
-        return Html("")
-    source = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
-    return Html(f'<img alt="image of the prompt" src="{source}">')
+def _pictures(run: RunDirectory, record: Record) -> Html:
+    """Return the previews of a prompt's images, of those that the run has and that can be read."""
+    found = []
+    for digest in record.get("images", ()):
+        with contextlib.suppress(FileNotFoundError, UserError):
+            data = base64.b64encode(read_bytes(run.preview_file(digest), MOST_PREVIEW)).decode()
+            source = f"data:image/jpeg;base64,{data}"
+            found.append(Html(f'<img alt="image of the prompt" src="{source}">'))
+    return join(found)
 
 
 def _completion(record: Record) -> Html:
