@@ -129,18 +129,36 @@ def test_parts_that_read_text_only_are_named(
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-def test_a_reference_with_other_tokens_of_images_is_refused(
+@pytest.mark.parametrize(
+    "key, setting", [("reference.path", "algorithm.kl=0.1"), ("teacher.path", "algorithm.name=opd")]
+)
+@pytest.mark.parametrize("most, tokens", [(512, 4), (4096, 64)])
+def test_a_model_with_other_tokens_of_images_is_refused(
+    key: str, setting: str, most: int, tokens: int, family: str, words: list[str], tmp_path: Path
+) -> None:
+    other = model(tmp_path / "second", family)
+    words = [*words, setting, "loop.steps=1", f"{key}={other}"]
+    assert trained(words, tmp_path, "alike").steps == 1
+    area = {"shortest_edge": 256, "longest_edge": most}
+    change(other / "preprocessor_config.json", size=area)
+    with pytest.raises(UserError, match=rf"has 16 tokens for an image, and {key} {tokens}: give"):
+        trained(words, tmp_path, "other")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_a_teacher_reads_its_own_prompts_with_their_images(
     family: str, words: list[str], tmp_path: Path
 ) -> None:
-    reference = model(tmp_path / "reference", family)
-    words = [*words, "algorithm.kl=0.1", "loop.steps=1"]
-    assert trained(words, tmp_path, "own").steps == 1
-    words.append(f"reference.path={reference}")
-    assert trained(words, tmp_path, "alike").steps == 1
-    area = {"shortest_edge": 256, "longest_edge": 512}
-    change(reference / "preprocessor_config.json", size=area)
-    with pytest.raises(UserError, match=r"has 16 tokens for an image, and reference.path 4: give"):
-        trained(words, tmp_path, "other")
+    own = ["algorithm.name=opd", f"teacher.path={tmp_path / 'model'}", "loop.steps=1"]
+    words = [*words, *own, "train.updates_per_step=1"]
+
+    def kl(name: str, template: str) -> float:
+        done = trained(words, tmp_path, name, f"teacher.prompt={template}")
+        return float(RunDirectory.open(done.run_path).metrics()[-1]["teacher/kl"])
+
+    # Most prompts have the same text and differ by their images only.
+    assert kl("alike", "{prompt}") == 0
+    assert kl("told", "{prompt} ({answer})") > 0
 
 
 def test_a_line_cannot_name_a_file_elsewhere() -> None:

@@ -224,7 +224,8 @@ def test_the_teacher_reads_its_own_prompts(sample: Any) -> None:
     ]
     told = replace(samples[0].completion, environment=((2, 3),))  # of an environment
     samples[0] = replace(samples[0], completion=told)
-    prompts = {(1, 2): PromptInputs((1, 2, 11, 12)), (3,): PromptInputs((3, 13, 14))}
+    own = {(1, 2): (1, 2, 11, 12), (3,): (3, 13, 14)}
+    prompts = {PromptInputs(old).key(): PromptInputs(new) for old, new in own.items()}
     (batch,) = pack(samples, 100)
     other = with_prompts(batch, prompts)
     assert len(targets(other)) == len(targets(batch)) == 5

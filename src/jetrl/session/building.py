@@ -135,21 +135,22 @@ def read_reference(settings: Settings, policy: Policy) -> Policy | None:
     return reference
 
 
-def check_image_tokens(policy: Model, reference: Model | None, prompts: Sequence[Prompt]) -> None:
-    """Raise a UserError if a reference counts other tokens for an image than the policy.
+def check_image_tokens(
+    policy: Model, key: str, other: Model | None, prompts: Sequence[Prompt]
+) -> None:
+    """Raise a UserError if a model counts other tokens for an image than the policy.
 
-    It gets the policy's tokens, and computes the features itself.
+    It gets the policy's tokens, and computes the features itself. `key` is its setting.
     """
-    own, other = policy.tower, None if reference is None else reference.tower
-    if own is None or other is None:
+    if policy.tower is None or other is None or other.tower is None:
         return
     for prompt in prompts:
         for image in prompt.images:
-            counts = own.num_features(image), other.num_features(image)
+            counts = policy.tower.num_features(image), other.tower.num_features(image)
             if counts[0] != counts[1]:
                 raise UserError(
                     f"prompt {prompt.id!r}: the policy has {counts[0]} tokens for an image, and "
-                    f"reference.path {counts[1]}: give both one preprocessor_config.json"
+                    f"{key} {counts[1]}: give both one preprocessor_config.json"
                 )
 
 
@@ -213,14 +214,14 @@ def end_token_notes(policy: Policy, teacher: Policy) -> list[str]:
 
 def teacher_prompts(
     settings: Settings, teacher: Policy, prompts: Sequence[tuple[Prompt, PromptInputs]]
-) -> dict[tuple[int, ...], PromptInputs]:
-    """Return the teacher's own prompts (`teacher.prompt`), by the tokens of the policy's.
+) -> dict[bytes, PromptInputs]:
+    """Return the teacher's own prompts (`teacher.prompt`), by the keys of the policy's.
 
     {} if it reads the policy's. Raises UserError for an unknown field of the template, a prompt
     without an answer or text, two answers to one prompt, or a prompt that does not fit.
     """
     template = settings.teacher.prompt
-    made: dict[tuple[int, ...], PromptInputs] = {}
+    made: dict[bytes, PromptInputs] = {}
     for prompt, inputs in () if template is None else prompts:
         where = f"teacher.prompt: prompt {prompt.id!r}"
         if "{answer}" in str(template) and prompt.answer is None:
@@ -245,7 +246,7 @@ def teacher_prompts(
                 f"{where} and rollout.max_tokens do not fit in the "
                 f"{teacher.config.max_position_embeddings} tokens of the teacher's context"
             )
-        if made.setdefault(inputs.token_ids, encoded) != encoded:
+        if made.setdefault(inputs.key(), encoded) != encoded:
             raise UserError(f"{where}: another prompt has the same text, with another answer")
     return made
 

@@ -162,7 +162,7 @@ class RunContext(TrainingContext):
     scorer: Scorer = field(init=False)
     engine: RolloutEngine = field(init=False)
     recorded: RecordedRollouts | None = field(init=False)
-    teacher_prompts: Mapping[tuple[int, ...], PromptInputs] = field(default_factory=dict)
+    teacher_prompts: Mapping[bytes, PromptInputs] = field(default_factory=dict)
     reward: Reward | None = field(init=False)
     noise: NormNoise = field(init=False)
     draft_head: DraftHead | None = field(init=False)
@@ -624,7 +624,9 @@ def _build_other_models(run: RunContext) -> None:
     build_reward(settings, policy, run.memory.tokens)
     _refuse_images(run, others)
     asked = [each.prompt for each in run.prompts]
-    check_image_tokens(policy, others["reference.path"], asked)
+    check_image_tokens(policy, "reference.path", others["reference.path"], asked)
+    if settings.teacher.prompt is None:  # else the teacher has tokens of its own
+        check_image_tokens(policy, "teacher.path", others.get("teacher.path"), asked)
 
 
 def open_context(

@@ -67,14 +67,14 @@ class Distilled:
 class Distillation:
     """A frozen teacher and how its distribution enters the loss.
 
-    `prompts` are the teacher's own, by the tokens of the student's (`teacher.prompt`); empty: it
+    `prompts` are the teacher's own, by the keys of the student's (`teacher.prompt`); empty: it
     reads the student's.
     """
 
     teacher: Policy
     settings: TeacherSettings
     temperature: float
-    prompts: Mapping[tuple[int, ...], PromptInputs]
+    prompts: Mapping[bytes, PromptInputs]
 
     @property
     def uses_draws(self) -> bool:

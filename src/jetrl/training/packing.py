@@ -220,8 +220,8 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
     return dataclasses.replace(batch, advantages=advantage_T)
 
 
-def with_prompts(batch: Batch, prompts: Mapping[tuple[int, ...], PromptInputs]) -> Batch:
-    """Return a batch with other prompts before the same completions, given by the old tokens.
+def with_prompts(batch: Batch, prompts: Mapping[bytes, PromptInputs]) -> Batch:
+    """Return a batch with other prompts before the same completions, given by the old ones' keys.
 
     Trained tokens keep their order. Prompts are not shared.
     """
@@ -230,8 +230,11 @@ def with_prompts(batch: Batch, prompts: Mapping[tuple[int, ...], PromptInputs]) 
         # A completion begins with the first trained token.
         first = start + int(np.argmax(batch.loss_mask[start:end]))
         told = np.flatnonzero(~batch.loss_mask[first:end]).tolist()
+        spans = (span.within(start, first) for span in batch.images)
+        images = tuple(span for span in spans if span is not None)
+        old = PromptInputs(tuple(batch.token_ids[start:first].tolist()), images)
         sequences[i] = _Sequence(
-            prompt=prompts[tuple(batch.token_ids[start:first].tolist())],
+            prompt=prompts[old.key()],
             completion=batch.token_ids[first:end].tolist(),
             logprobs=batch.rollout_logprobs[first:end].tolist(),
             environment=[(token, token + 1) for token in told],
