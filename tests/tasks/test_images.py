@@ -115,10 +115,24 @@ def test_files_in_tables_are_read_before_anything_decodes_them(tmp_path: Path) -
         read_prompts(get_task(str(tmp_path / "bad")), "train")
 
 
+def test_conversations_have_parts_of_images(tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(file_of())
+    said = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "5"},
+    ]
+    line = json.dumps({"messages": said, "answer": "5", "images": ["one.png"]})
+    (tmp_path / "train.jsonl").write_text(line + "\n")
+    task = get_task(str(tmp_path))
+    (prompt,) = read_prompts(task, "train")
+    assert prompt.asked == "<image>?"
+    assert task.demonstration(prompt) is not None
+
+
 @pytest.mark.parametrize(
     "data, message",
     [
-        (b"no image", "not an image file"),
+        (b"no image", r"not an image file \([A-Z, ]+\)$"),
         (file_of()[:-30], "a damaged PNG file"),
         (bomb(), "(131072 x 131072|exceeds limit)"),
         (file_of("red", "RGBA"), None),  # opaque
@@ -131,6 +145,10 @@ def test_files_in_tables_are_read_before_anything_decodes_them(tmp_path: Path) -
         ),
         (file_of(128, "L"), None),  # type: ignore[arg-type]
         (file_of(kind="JPEG"), None),
+        (
+            file_of(kind="MPO", save_all=True, append_images=[Pillow.new("RGB", (4, 3), "blue")]),
+            None,
+        ),
         (file_of(kind="WEBP", lossless=True), None),
     ],
 )

@@ -160,7 +160,8 @@ class _RowFields:
         if not are_messages(value):
             text = self.text(prompt.metadata, role, where)
             return None if text is None else [Turn(text)]
-        messages = [as_message(item, f"{where}: field {name!r}") for item in value]
+        field, images = f"{where}: field {name!r}", bool(prompt.images)
+        messages = [as_message(item, field, images) for item in value]
         asked = list(prompt.messages or ())
         said = messages[len(asked) :] if messages[: len(asked)] == asked else messages
         turns = as_turns(said)

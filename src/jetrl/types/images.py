@@ -34,7 +34,8 @@ def checked_image(data: bytes, where: str) -> Image:
     width, height = picture.size
     if width * height > MOST_PIXELS:
         raise UserError(f"{where}: {width} x {height} pixels; at most {MOST_PIXELS} are read")
-    if (frames := getattr(picture, "n_frames", 1)) > 1:
+    # A JPEG file of a camera may have a second picture (MPO); the first one is read.
+    if (frames := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
         raise UserError(f"{where}: an animation of {frames} frames; give one image")
     try:
         picture.load()
@@ -77,4 +78,6 @@ def _opened(data: bytes, where: str) -> Any:
         raise UserError(f"{where}: {error}") from None
     except Exception as error:  # as above
         known = ", ".join(FORMATS)
-        raise UserError(f"{where}: not an image file ({known}): {error}") from None
+        # Pillow's own words name an object in memory.
+        why = "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
+        raise UserError(f"{where}: not an image file ({known}){why}") from None
