@@ -7,6 +7,8 @@ import random
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import make_tiny
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import EnvironmentReply, GenerateOptions
 from jetrl.types import SamplingParams
@@ -126,6 +128,19 @@ def test_special_tokens_in_a_reply_are_text_unless_they_are_asked_for(make_polic
     assert len(as_text) == 7
     policy.plain_text = "none"
     assert {len(tokens) for tokens in told()} == {3}
+
+
+def test_a_reply_with_the_place_of_an_image_fails(tmp_path):
+    policy = Policy.from_pretrained(make_tiny(tmp_path / "model", "qwen2_5_vl"), "unified")
+    replies = Scripted(reply=lambda s, n: "look: <|image_pad|>")
+    out, _ = generate(policy, replies)
+    assert any(c.environment for c in out)
+    assert not any(c.failure for c in out)  # it is text
+    policy.plain_text = "none"
+    out, _ = generate(policy, replies)
+    failures = {c.failure for c in out if c.unusable_reply}
+    assert failures == {"the environment's reply has the place of an image or a video"}
+    assert not any(c.environment for c in out)
 
 
 def test_what_cannot_be_written_is_a_user_error_and_frees_the_pages(policy, make_policy):

@@ -24,6 +24,9 @@ class MultiTurn:
         assert policy.tokenizer is not None, "an environment needs a tokenizer"
         self._tokenizer = policy.tokenizer
         self._as_text = policy.plain_text != "none"
+        vision = policy.config.vision
+        # The tokens of images and videos, which only prompts have.
+        self._places = vision.video_tokens | {vision.image_token_id} if vision else frozenset()
         self._environment = environment
         self._scheduler = scheduler
         self._turns: defaultdict[int, list[Turn]] = defaultdict(list)
@@ -73,9 +76,10 @@ class MultiTurn:
         where = f"the reply {reply!r:.80}"
         try:
             token_ids = encode_reply(self._tokenizer, reply, turn, where, self._as_text)
-            if token_ids:
+            if token_ids and self._places.isdisjoint(token_ids):
                 return token_ids
-            problem = "the environment's reply is empty"
+            what = "has the place of an image or a video" if token_ids else "is empty"
+            problem = f"the environment's reply {what}"
         except ReplyError as error:
             problem = str(error)
         self._failures[sequence.index] = problem, True
