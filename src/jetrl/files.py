@@ -129,6 +129,8 @@ def problem_of(error: ValidationError, key: str = "") -> str:
     message = _SUBJECT.sub("", first["msg"])
     if first["type"] == "missing":
         return f"{field} is missing"
+    if not field and isinstance(first["input"], dict):  # a rule about several fields
+        return message
     shown = shown_value(first["input"])
     return f"{field} = {shown}: {message}" if field else f"{shown}: {message}"
 

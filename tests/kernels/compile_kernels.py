@@ -445,7 +445,7 @@ def integers() -> None:
     """Compile the operations of the `int8` plan, at odd and at wide shapes."""
     from jetrl.kernels.norm_triton import rms_norm_quantize
     from jetrl.kernels.swiglu_triton import swiglu_quantize
-    from jetrl.precision.hopper.int8_rows import int8_matmul
+    from jetrl.precision.hopper.int8_rows import TILES, int8_matmul, rows_matmul
     from jetrl.precision.quantize import empty_int8_rows
     from jetrl.precision.triton import int8
 
@@ -456,8 +456,10 @@ def integers() -> None:
     for tokens in (300, 20_000):  # in one pass, in two
         int8.int8_tokens(empty(tokens, 960))
     weight = empty_int8_rows(24576, 4096, META)
-    for rows in (5, 100, 200, 1000):
-        int8_matmul(empty_int8_rows(rows, 4096, META), weight)
+    int8_matmul(empty_int8_rows(1000, 4096, META), weight)
+    for rows, choices in TILES.items():
+        for tiles, _ in choices:
+            rows_matmul(empty_int8_rows(rows, 4096, META), weight, tiles=tiles)
     int8.int8_turned(weight)
     int8.int8_squares_turned(weight)
 

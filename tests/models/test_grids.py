@@ -421,6 +421,8 @@ def test_a_tower_of_qwen3_vl_that_does_not_fit_is_named(
         ({"size": {"shortest_edge": 256}}, "no least and most pixels"),
         ({"size": {"shortest_edge": 256, "longest_edge": 64}}, "256 .* most 64"),
         ({"image_mean": {}, "resample": "x"}, "transformers cannot use it"),
+        ({"image_std": [0, 0, 0]}, "makes pixels of up to inf; should be at most 256"),
+        ({"rescale_factor": math.nan}, "makes pixels of up to nan"),
     ],
 )
 def test_a_processor_that_does_not_fit_is_named(

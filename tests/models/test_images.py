@@ -252,7 +252,8 @@ def test_absent_keys_have_the_values_of_transformers(path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"scale_factor": 3}, "patches of a side, scale_factor = 4, 3: not a multiple"),
+        ({"scale_factor": 3}, "^config.json: vision_config has patches of a side, .* = 4, 3: not"),
+        ({"image_token_id": 5000}, "image_token_id = 5000 is no token of a vocabulary of"),
         ({"text_config": {"model_type": "mistral"}}, "text_config has model_type 'mistral'"),
         ({"text_config": None}, "text_config has model_type None"),
         ({"vision_config": {"image_size": 0}}, "vision_config.image_size = 0"),
@@ -273,6 +274,7 @@ def test_a_configuration_that_is_not_supported_is_named(
         ({"max_image_size": {}}, r"max_image_size.longest_edge is missing"),
         ({"image_mean": {}, "resample": "x", "do_pad": 3}, r"transformers cannot use it"),
         ({"size": {"longest_edge": 80}}, "size.longest_edge = 80: should be a multiple"),
+        ({"rescale_factor": 1e30}, "preprocessor_config.json: makes pixels of up to .*e.32"),
         (
             {"max_image_size": {"longest_edge": 16}},
             "max_image_size.longest_edge = 16: should be 32",

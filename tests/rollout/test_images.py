@@ -11,10 +11,12 @@ import pytest
 import torch
 from tests.models.test_images import encode, model, picture
 
+from jetrl.errors import UserError
 from jetrl.models.packed import Stems
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.inputs import PromptTooLong
+from jetrl.session.parity import random_prompts
 from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.packing import pack
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score
@@ -109,6 +111,17 @@ def test_tokens_of_images_count_for_the_context(
     assert [each.token_ids for each in done] == [each.token_ids[:3] for each in expected]
     with pytest.raises(PromptTooLong, match=f"has {length} tokens: no room"):
         RolloutEngine(policy, max_model_len=length).generate(prompts[1:2], PARAMS)
+
+
+def test_token_ids_have_no_places_of_images(policy: Policy, prompts: list[PromptInputs]) -> None:
+    places = policy.config.place_tokens
+    ids = list(prompts[1].token_ids)
+    assert places.intersection(ids)
+    with pytest.raises(UserError, match=r"prompt 1: token \d+ is the place of an image"):
+        RolloutEngine(policy).generate([[5, 6], ids], PARAMS)
+    drawn = {token for prompt in random_prompts(policy, 20, 9, seed=0) for token in prompt}
+    assert len(drawn) == policy.config.vocab_size - len(places)
+    assert drawn.isdisjoint(places)
 
 
 def test_swapped_images_are_noticed(policy: Policy, prompts: list[PromptInputs]) -> None:

@@ -228,6 +228,13 @@ class ModelConfig:
         return self.attention.head_dim
 
     @property
+    def place_tokens(self) -> frozenset[int]:
+        """The tokens of images and videos, which only prompts with images have."""
+        if self.vision is None:
+            return frozenset()
+        return self.vision.video_tokens | {self.vision.image_token_id}
+
+    @property
     def layers_without_rope(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if not layer.rotates)
 
@@ -269,6 +276,11 @@ class ModelConfig:
             where = f"{where}: text_config" if "text_config" in config else where
         values = {**defaults(family), **contents}
         hf = checked(HF_CONFIG, values, where)
+        if vision is not None and vision.image_token_id >= hf.vocab_size:
+            raise UserError(
+                f"config.json: image_token_id = {vision.image_token_id} is no token of a "
+                f"vocabulary of {hf.vocab_size}"
+            )
         window = hf.sliding_window
         if shared.window_in_use and window is not None and window < hf.max_position_embeddings:
             raise UserError(

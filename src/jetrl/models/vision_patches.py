@@ -21,7 +21,13 @@ from transformers import models
 from jetrl.errors import UserError
 from jetrl.files import checked
 from jetrl.models.hf_files import first_line
-from jetrl.models.vision_shape import DeepShape, GridShape, PatchProcessorConfig, WindowShape
+from jetrl.models.vision_shape import (
+    DeepShape,
+    GridShape,
+    PatchProcessorConfig,
+    WindowShape,
+    check_pixels,
+)
 from jetrl.types import Image, Json
 from jetrl.types.images import decoded
 
@@ -165,7 +171,7 @@ def _processor(contents: Json, shape: GridShape) -> Any:
             "min_pixels and max_pixels)"
         )
     try:
-        trial = made([PIL.Image.new("RGB", (shape.side, shape.side))], return_tensors="pt")
+        trial = made([PIL.Image.new("RGB", (shape.side, shape.side), "white")], return_tensors="pt")
     except Exception as error:
         raise UserError(f"{_FILE}: transformers cannot use it: {first_line(error)}") from error
     width = 3 * tower.temporal_patch_size * tower.patch_size**2
@@ -173,4 +179,5 @@ def _processor(contents: Json, shape: GridShape) -> Any:
         raise UserError(
             f"{_FILE}: makes patches of {trial['pixel_values'].shape[1]} values, not {width}"
         )
+    check_pixels(trial["pixel_values"], _FILE)
     return made

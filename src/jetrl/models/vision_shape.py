@@ -10,7 +10,9 @@ import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.files import Stored
 from jetrl.models.config_schema import Heads, Layers, Positive, Vocabulary, Width
 from jetrl.types import Json
@@ -299,6 +301,16 @@ class DeepShape(GridShape):
 def _tiny_grid(width: int) -> Json:
     sizes = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     return {**sizes, "patch_size": 4, "out_hidden_size": width}
+
+
+def check_pixels(pixels: Tensor, file: str) -> None:
+    """Raise UserError if a white image has values that no tower was trained on."""
+    largest = float(pixels.abs().max())
+    if not largest <= 256:  # NaN is not
+        raise UserError(
+            f"{file}: makes pixels of up to {largest:g}; should be at most 256: see "
+            "rescale_factor, image_mean and image_std"
+        )
 
 
 def _check_multiples(pairs: dict[str, tuple[int, int]]) -> None:

@@ -21,7 +21,7 @@ from transformers import models
 from jetrl.errors import UserError
 from jetrl.files import checked
 from jetrl.models.hf_files import first_line
-from jetrl.models.vision_shape import TiledShape, TileProcessorConfig
+from jetrl.models.vision_shape import TiledShape, TileProcessorConfig, check_pixels
 from jetrl.types import IMAGE_MARK, Image, Json
 from jetrl.types.images import decoded
 
@@ -124,10 +124,11 @@ def _processor(contents: Json, side: int) -> Any:
         )
     try:
         made = library.Idefics3ImageProcessorPil.from_dict(dict(contents))
-        trial = made([[PIL.Image.new("RGB", (side, side))]], return_tensors="pt")
+        trial = made([[PIL.Image.new("RGB", (side, side), "white")]], return_tensors="pt")
     except Exception as error:  # values that transformers does not check
         raise UserError(f"{file}: transformers cannot use it: {first_line(error)}") from error
     shape = tuple(trial["pixel_values"].shape[2:])
     if shape != (3, side, side):
         raise UserError(f"{file}: makes tiles of shape {shape}, not {(3, side, side)}")
+    check_pixels(trial["pixel_values"], file)
     return made

@@ -169,7 +169,8 @@ class Weights:
             if formats["train"].emulated:
                 raise UserError(
                     f"layer {name}: precision.preset = {self.plan.name} is not for adapters: use "
-                    "precision.base=nvfp4, which keeps a frozen base in NVFP4"
+                    "precision.preset = unified or jet, and precision.base=nvfp4 to keep a frozen "
+                    "base in NVFP4"
                 )
             added = self._adapter_weight(name, own)
         return Linear(

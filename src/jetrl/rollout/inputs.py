@@ -53,6 +53,7 @@ def encode_prompts(
             as_token_ids(prompt.token_ids, where, vocab_size)
         else:
             prompt = PromptInputs(tuple(as_token_ids(prompt, where, vocab_size)))
+            _check_no_places(policy, prompt.token_ids, where)
         if not len(prompt):
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
         if len(prompt) >= max_model_len:
@@ -62,6 +63,15 @@ def encode_prompts(
             )
         encoded.append(prompt)
     return encoded
+
+
+def _check_no_places(policy: Policy, token_ids: Sequence[int], where: str) -> None:
+    found = policy.config.place_tokens.intersection(token_ids)
+    if found:
+        raise UserError(
+            f"{where}: token {min(found)} is the place of an image, and token ids come without "
+            "images; give a Prompt with text and images"
+        )
 
 
 def make_groups(

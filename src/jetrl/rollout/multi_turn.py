@@ -24,9 +24,7 @@ class MultiTurn:
         assert policy.tokenizer is not None, "an environment needs a tokenizer"
         self._tokenizer = policy.tokenizer
         self._as_text = policy.plain_text != "none"
-        vision = policy.config.vision
-        # The tokens of images and videos, which only prompts have.
-        self._places = vision.video_tokens | {vision.image_token_id} if vision else frozenset()
+        self._places = policy.config.place_tokens
         self._environment = environment
         self._scheduler = scheduler
         self._turns: defaultdict[int, list[Turn]] = defaultdict(list)

@@ -111,7 +111,8 @@ def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> li
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
     lengths = generator.integers(1, min(room, 256), size=count)
-    return [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+    ids = np.setdiff1d(np.arange(policy.config.vocab_size), [*policy.config.place_tokens])
+    return [ids[generator.integers(0, len(ids), n)].tolist() for n in lengths]
 
 
 def _trainer_logprobs(

@@ -46,8 +46,7 @@ class Tiles:
 
 
 # By the largest number of rows of X: tiles, and how many of their programs an SM holds. The
-# smallest ones that run at once on all SMs are used: of 90 tiles, none made the products of a layer
-# more than 5% faster (one H200, widths of four models of 0.5B to 8B; not recorded).
+# smallest ones that run at once on all SMs are used (docs/kernels.md).
 TILES = {
     64: (
         (Tiles(64, 1, 32, 8, 2), 1),
@@ -74,7 +73,7 @@ TILES = {
 
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the tiles for a GEMM with a weight of n rows; they change no bits."""
-    choices = TILES[min(size for size in TILES if rows <= size)]
+    choices = TILES[min((size for size in TILES if rows <= size), default=max(TILES))]
     for tiles, held in choices:
         programs = cdiv(rows, tiles.block_m) * cdiv(n, tiles.parts * tiles.block_n)
         if programs <= held * MULTIPROCESSORS:
