@@ -15,11 +15,15 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 
 from jetrl.errors import UserError
+from jetrl.models.vision import READERS
 from jetrl.tasks import get_task, read_prompts
 from jetrl.tasks.sandbox.scorer import _without_images
 from jetrl.tasks.sandbox.worker import Item
 from jetrl.tasks.shapes import COLORS
+from jetrl.types import IMAGE_MARKS
 from jetrl.types.images import decoded
+
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"  # of Qwen-VL
 
 
 def file_of(color: str = "red", mode: str = "RGB", kind: str = "PNG", **options: Any) -> bytes:
@@ -66,6 +70,11 @@ def bomb() -> bytes:
             "A:<image>",
         ),
         ({"images": ["one.png"], "prompt": [{"role": "user", "content": "A"}]}, "<image>A"),
+        ({"images": ["one.png", "two.png"], "prompt": f"A{PLACE}<image>"}, f"A{PLACE}<image>"),
+        (
+            {"images": ["one.png"], "prompt": [{"role": "user", "content": f"A{PLACE}"}]},
+            f"A{PLACE}",
+        ),
         ({"images": [], "image": None, "prompt": "a <image> tag"}, "a <image> tag"),
     ],
 )
@@ -82,6 +91,10 @@ def test_layouts_of_rows(row: dict[str, Any], text: str, tmp_path: Path) -> None
     item = _without_images(Item(prompt, "5"))
     assert isinstance(item, Item)
     assert item.prompt.images == ()
+
+
+def test_every_family_has_its_place_among_those_of_rows() -> None:
+    assert {reader.mark for reader in READERS.values()} == {*IMAGE_MARKS}
 
 
 def test_files_in_tables_are_read_before_anything_decodes_them(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="image that every prompt has, at <image> or else in front of the text (repeatable)",
+        help="image that every prompt has, at its place (<image>) or else in front of the text "
+        "(repeatable)",
     )
     add("--system", metavar="TEXT", help="system prompt (with --chat)")
     add("--json", action="store_true", help="print one JSON object per completion")

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Format, Task, question_content
-from jetrl.types import IMAGE_MARK, Image, Json, Message, Prompt
+from jetrl.types import IMAGE_MARK, IMAGE_MARKS, Image, Json, Message, Prompt
 from jetrl.types.images import checked_image, encoded
 
 COLUMNS = ("images", "image")
@@ -67,14 +67,14 @@ def _image(value: Any, where: str, folder: Path) -> Image:
 
 
 def with_places(content: Json, images: Sequence[Image], where: str) -> Json:
-    """Return the text or messages of a prompt with a place for each image.
+    """Return the text or messages of a prompt with a place for each image (`IMAGE_MARKS`).
 
     Without any, all are put before the text, or before that of the first message of the user.
     Raises UserError if there are as many places as images neither before nor after.
     """
     texts = [str(each["content"] or "") for each in content.get("messages", ())]
     texts = texts or [content["text"]]
-    count = sum(text.count(IMAGE_MARK) for text in texts)
+    count = sum(text.count(mark) for text in texts for mark in IMAGE_MARKS)
     if count == len(images):
         return content
     if count:

@@ -40,6 +40,8 @@ Reply = str | Mapping[str, str]
 """An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
 IMAGE_MARK = "<image>"
 """The place of an image in a prompt's text."""
+IMAGE_MARKS = (IMAGE_MARK, "<|image_pad|>")
+"""All texts that are a place of an image: the above, and the token of Qwen-VL's chat templates."""
 
 
 @dataclass(frozen=True)
