@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import PIL.Image
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.vision import ImageTower
-from jetrl.types import Completion, Image, Prompt, PromptInputs, Sample, Score
+from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
+from jetrl.types.images import encoded
 
 # Loads by name, as `load_text` reads them.
 LOADS = {
@@ -118,9 +118,7 @@ def with_images(
     found = []
     for number, prompt in enumerate(prompts):
         noise = np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), np.uint8)
-        file = io.BytesIO()
-        PIL.Image.fromarray(noise).save(file, "BMP")
-        image = Image(file.getvalue(), side, side)
+        image = encoded(PIL.Image.fromarray(noise), "noise")
         count = tower.num_features(image)
         if count >= len(prompt):
             raise UserError(f"an image takes {count} tokens, and --prompt-length is {len(prompt)}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -253,3 +255,59 @@ def test_shapes_are_what_the_answers_say() -> None:
     assert len(answers["count"]) >= 3
     with pytest.raises(UserError, match=r"options.ask.* = .size"):
         get_task("shapes", ask=["size"])
+
+
+@pytest.mark.parametrize("options", [{"ask": ["place"]}, {"ask": ["color"]}, {}])
+def test_shapes_hold_out_their_test_prompts(options: dict[str, Any]) -> None:
+    task = get_task("shapes", most=2, **options)
+    prompts = [*read_prompts(task, "test"), *read_prompts(task, "train")]
+    assert len(prompts) == 2200
+    keys = {(prompt.asked, decoded(prompt.images[0]).tobytes()) for prompt in prompts}
+    assert len(keys) == 2200
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_shapes_that_options_do_not_allow_are_refused(split: str) -> None:
+    # 6 questions, 6 pairs of columns, 9 of rows and 9 of colors
+    task = get_task("shapes", most=2, ask=["place"], count=30_000)
+    few = r"count = 30000: after 2[89]\d\d different prompts, no more of kind 'place' are found"
+    with pytest.raises(UserError, match=few):
+        read_prompts(task, split)
+
+
+def test_large_shapes_are_drawn_when_they_are_needed() -> None:
+    task = get_task("shapes", size=2048, count=10)
+    tracemalloc.start()
+    try:
+        prompts = read_prompts(task, "train")
+        assert tracemalloc.get_traced_memory()[1] < 2**20  # pixels of one image take 12 MiB
+    finally:
+        tracemalloc.stop()
+    assert decoded(prompts[0].images[0]).size == (2048, 2048)
+
+
+def test_images_of_rows_are_decoded_once_and_their_files_stay_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "?", "answer": "5", "image": f"{n}.bmp"} for n in range(20)]
+    for n in range(20):
+        Pillow.new("RGB", (100, 100), (n, n, n)).save(tmp_path / f"{n}.bmp")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loaded.append(1) or load(self))
+    task = get_task(str(tmp_path / "rows.jsonl"))
+    prompts = [prompt for split in ("train", "test") for prompt in read_prompts(task, split)]
+    assert (len(prompts), len(loaded)) == (20, 20)
+    assert len(pickle.dumps(prompts)) < 20_000  # a file has 30,000 bytes
+    (image,) = prompts[0].images
+    again = pickle.loads(pickle.dumps(image))
+    assert (again, again.data) == (image, image.data)
+    for file in tmp_path.glob("*.bmp"):
+        file.write_bytes(file_of())
+    with pytest.raises(UserError, match=r"image: .*\d.bmp has changed since the run read it"):
+        decoded(image)
+    for file in tmp_path.glob("*.bmp"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"image: .*\d.bmp: No such file"):
+        decoded(image)

@@ -44,7 +44,7 @@ from jetrl.tasks.shapes import COLUMNS, row_images, with_places
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.tasks.user_files import PREFIX
-from jetrl.types import Json, Message, Prompt, Score, Turn
+from jetrl.types import Image, Json, Message, Prompt, Score, Turn
 from jetrl.types.conversation import (
     are_messages,
     as_message,
@@ -248,6 +248,7 @@ class Dataset(Task):
         self.path, self.config = path, config
         location = Path(path).expanduser()
         self._folder = location if location.is_dir() else location.parent
+        self._checked: dict[bytes | Path, Image] = {}  # so that splits decode each once
         self.format = format
         self.test_share, self.seed = test_share, seed
         fields = {
@@ -376,8 +377,8 @@ class Dataset(Task):
 
     def _split_key(self, row: Row, where: str) -> bytes:
         asked = self._fields.question(row, where)
-        images = [image.digest.hex() for image in row_images(row, where, self._folder)]
-        return content_key([asked, images] if images else asked)
+        images = row_images(row, where, self._folder, self._checked)
+        return content_key([asked, [each.digest.hex() for each in images]] if images else asked)
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
         fields = self._fields
@@ -400,7 +401,7 @@ class Dataset(Task):
             )
         prompt_id = fields.text(row, "id", where) or number
         field = f"{where}: field {fields.name(row, 'prompt')!r}"
-        images = row_images(row, where, self._folder)
+        images = row_images(row, where, self._folder, self._checked)
         if isinstance(question, list | tuple) and question:
             messages = (as_message(each, field, bool(images)) for each in question)
             content: Json = {"messages": tuple(messages)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,11 +26,15 @@ COLORS = {"red": (220, 30, 30), "green": (20, 150, 50), "blue": (30, 60, 220)}
 SHAPES = ("circle", "square", "triangle")
 Asked = Literal["count", "color", "place"]
 _CELLS = 3  # of each side of the canvas; one shape fits into a cell
+_DRAWS = 1000  # without a new prompt, after which all are taken to be found
 
 
-def row_images(row: Mapping[str, Any], where: str, folder: Path) -> tuple[Image, ...]:
+def row_images(
+    row: Mapping[str, Any], where: str, folder: Path, checked: dict[bytes | Path, Image]
+) -> tuple[Image, ...]:
     """Return the images of a row: paths below `folder`, bytes, pictures of Pillow, or a list.
 
+    Images of bytes and paths in `checked` are not read again; others are added to it.
     Raises UserError that names the row and the column of one that cannot be read.
     """
     given = [column for column in COLUMNS if row.get(column)]
@@ -40,30 +46,31 @@ def row_images(row: Mapping[str, Any], where: str, folder: Path) -> tuple[Image,
     column = f"{where}: column {given[0]!r}"
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(
-        _image(item, column if item is value else f"{column}, number {number}", folder)
+        _image(item, column if item is value else f"{column}, number {number}", folder, checked)
         for number, item in enumerate(items)
     )
 
 
-def _image(value: Any, where: str, folder: Path) -> Image:
+def _image(value: Any, where: str, folder: Path, checked: dict[bytes | Path, Image]) -> Image:
     if isinstance(value, Mapping):  # as `datasets` stores them
         value = value.get("bytes") or value.get("path")
     if isinstance(value, PIL.Image.Image):
         return encoded(value, where)
-    if isinstance(value, bytes):
-        return checked_image(value, where)
-    if not isinstance(value, str):
+    if not isinstance(value, bytes | str):
         raise UserError(f"{where}: {value!r:.60} is no path, no bytes and no picture of Pillow")
-    # A data file must not make files elsewhere part of a run.
+    source = value if isinstance(value, bytes) else _path(value, where, folder)
+    if source not in checked:
+        checked[source] = checked_image(source, where)
+    return checked[source]
+
+
+def _path(name: str, where: str, folder: Path) -> Path:
+    """Return the path of an image: a data file must not make files elsewhere part of a run."""
     root = folder.resolve()
-    path = (root / value).resolve()
+    path = (root / name).resolve()
     if not path.is_relative_to(root):
-        raise UserError(f"{where}: {value!r:.80} is outside of {folder}; copy the images into it")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{where}: {path}: {error.strerror or error}") from None
-    return checked_image(data, where)
+        raise UserError(f"{where}: {name!r:.80} is outside of {folder}; copy the images into it")
+    return path
 
 
 def with_places(content: Json, images: Sequence[Image], where: str) -> Json:
@@ -120,13 +127,36 @@ class Shapes(Task):
     format: Format = "text"
 
     def prompts(self, split: str) -> list[Prompt]:
-        """Return prompts such as `<image>How many circles?` with the answer `2`."""
+        """Return prompts such as `<image>How many circles?` with the answer `2`.
+
+        No two prompts, of both splits together, have the same question and picture. Raises
+        UserError if the options allow too few.
+        """
         self.check_split(split)
-        number = self.count if split == "train" else self.count // 10
+        used: set[bytes] = set()
+        held_out = self._unused("test", self.count // 10, used)
+        return held_out if split == "test" else self._unused("train", self.count, used)
+
+    def _unused(self, split: str, number: int, used: set[bytes]) -> list[Prompt]:
+        """Draw prompts whose content is not in `used`, and add theirs to it."""
         draw = random.Random(f"{self.seed} {split}")
-        return [
-            self._prompt(f"{split}-{n}", draw, self.ask[n % len(self.ask)]) for n in range(number)
-        ]
+        prompts: list[Prompt] = []
+        for n in range(number):
+            kind = self.ask[n % len(self.ask)]
+            for _ in range(_DRAWS):
+                prompt = self._prompt(f"{split}-{n}", draw, kind)
+                key = self.content_key(prompt)
+                if key not in used:
+                    break
+            else:
+                raise UserError(
+                    f"task.options.count = {self.count}: after {len(used)} different prompts, no "
+                    f"more of kind {kind!r} are found with task.options.most = {self.most}; lower "
+                    "count (a tenth of it is held out in addition), or raise most"
+                )
+            used.add(key)
+            prompts.append(prompt)
+        return prompts
 
     def _prompt(self, id: str, draw: random.Random, kind: str) -> Prompt:
         cells = draw.sample(range(_CELLS**2), draw.randint(2, self.most))
@@ -140,7 +170,7 @@ class Shapes(Task):
         if kind == "count":
             names = [draw.choice(SHAPES) for _ in cells]
         colors = [draw.choice([*COLORS]) for _ in cells]
-        drawn = list(zip(cells, names, colors, strict=False))
+        drawn = sorted(zip(cells, names, colors, strict=False))
         if kind == "count":
             question, answer = f"How many {first}s?", str(names.count(first))
         elif kind == "color":
@@ -149,28 +179,10 @@ class Shapes(Task):
             question = f"Is the {first} left or right of the {second}?"
             answer = "left" if cells[0] % _CELLS < cells[1] % _CELLS else "right"
         text = f"{IMAGE_MARK}{question}" + ("\n" if self.format == "text" else "")
-        image = self._canvas(drawn)
+        digest = hashlib.blake2b(repr((self.size, drawn)).encode(), digest_size=32).digest()
+        image = Image(partial(_canvas, self.size, drawn), self.size, self.size, digest)
         content = question_content(self.format, text)
         return Prompt(id=id, answer=answer, images=(image,), metadata={"ask": kind}, **content)
-
-    def _canvas(self, drawn: Sequence[tuple[int, str, str]]) -> Image:
-        """Return a picture of shapes, as (cell, shape, color)."""
-        picture = PIL.Image.new("RGB", (self.size, self.size), (255, 255, 255))
-        pen, side = ImageDraw.Draw(picture), self.size // _CELLS
-        edge = max(1, side // 8)
-        for cell, shape, color in drawn:
-            left, top = cell % _CELLS * side + edge, cell // _CELLS * side + edge
-            right, bottom = left + side - 2 * edge, top + side - 2 * edge
-            if shape == "circle":
-                pen.ellipse((left, top, right, bottom), fill=COLORS[color])
-            elif shape == "square":
-                pen.rectangle((left, top, right, bottom), fill=COLORS[color])
-            else:
-                corners = [(left, bottom), (right, bottom), ((left + right) // 2, top)]
-                pen.polygon(corners, fill=COLORS[color])
-        file = io.BytesIO()
-        picture.save(file, "BMP")  # the same bytes with every version of zlib
-        return Image(file.getvalue(), self.size, self.size)
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip().rstrip(".").lower() == prompt.answer)
@@ -181,3 +193,23 @@ class Shapes(Task):
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         prompt = self._prompt("self-test", random.Random(0), "count")
         return [(prompt, prompt.answer or "", 1.0), (prompt, "none", 0.0)]
+
+
+def _canvas(size: int, drawn: Sequence[tuple[int, str, str]]) -> bytes:
+    """Return the file of a picture of shapes, as (cell, shape, color)."""
+    picture = PIL.Image.new("RGB", (size, size), (255, 255, 255))
+    pen, side = ImageDraw.Draw(picture), size // _CELLS
+    edge = max(1, side // 8)
+    for cell, shape, color in drawn:
+        left, top = cell % _CELLS * side + edge, cell // _CELLS * side + edge
+        right, bottom = left + side - 2 * edge, top + side - 2 * edge
+        if shape == "circle":
+            pen.ellipse((left, top, right, bottom), fill=COLORS[color])
+        elif shape == "square":
+            pen.rectangle((left, top, right, bottom), fill=COLORS[color])
+        else:
+            corners = [(left, bottom), (right, bottom), ((left + right) // 2, top)]
+            pen.polygon(corners, fill=COLORS[color])
+    file = io.BytesIO()
+    picture.save(file, "BMP")
+    return file.getvalue()

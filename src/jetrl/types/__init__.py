@@ -16,7 +16,6 @@ The life of one answer:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 from array import array
@@ -46,16 +45,23 @@ IMAGE_MARKS = (IMAGE_MARK, "<|image_pad|>")
 
 @dataclass(frozen=True)
 class Image:
-    """The bytes of an image file, checked by `types.images`, and the size in pixels."""
+    """An image file, checked by `types.images`, and its size in pixels.
 
-    data: bytes = field(repr=False)
+    Attributes:
+        source: The bytes of the file, or a function that reads or draws them when needed, so that
+            many images take little memory.
+        digest: A hash of 32 bytes; images of equal digest have equal pixels.
+    """
+
+    source: bytes | Callable[[], bytes] = field(repr=False, compare=False)
     width: int
     height: int
+    digest: bytes = field(repr=False)
 
-    @functools.cached_property
-    def digest(self) -> bytes:
-        """A hash of the file, of 32 bytes."""
-        return hashlib.blake2b(self.data, digest_size=32).digest()
+    @property
+    def data(self) -> bytes:
+        """The bytes of the file. Raises UserError if they can no longer be read."""
+        return self.source if isinstance(self.source, bytes) else self.source()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ fill memory. Formats are a fixed list, since Pillow has many old decoders.
 
 from __future__ import annotations
 
+import hashlib
 import io
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import PIL.Image
@@ -22,12 +25,14 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _AS_RGB = ("RGB", "L", "P", "1")  # modes whose every value is a color without loss
 
 
-def checked_image(data: bytes, where: str) -> Image:
-    """Return an image by the bytes of its file, after decoding it once.
+def checked_image(source: bytes | Path, where: str) -> Image:
+    """Return an image by the bytes of its file or by its path, after decoding it once.
 
-    Raises UserError, with `where` in front, for a file that is no image or is damaged, has too many
-    pixels, is animated, or has a mode that RGB does not hold.
+    The bytes stay in memory; the file at a path is read again whenever it is needed. Raises
+    UserError, with `where` in front, for a file that cannot be read, is no image or is damaged, has
+    too many pixels, is animated, or has a mode that RGB does not hold.
     """
+    data = source if isinstance(source, bytes) else _contents(source, where)
     if len(data) > MOST_BYTES:
         raise UserError(f"{where}: a file of {len(data)} bytes; at most {MOST_BYTES} are read")
     picture = _opened(data, where)
@@ -45,7 +50,28 @@ def checked_image(data: bytes, where: str) -> Image:
     if not opaque and (picture.mode not in _AS_RGB or "transparency" in picture.info):
         mode = "transparent parts" if picture.has_transparency_data else f"mode {picture.mode}"
         raise UserError(f"{where}: the image has {mode}; convert it to RGB")
-    return Image(data, width, height)
+    digest = _digest(data)
+    if isinstance(source, Path):
+        return Image(partial(_read_again, source, digest), width, height, digest)
+    return Image(data, width, height, digest)
+
+
+def _read_again(path: Path, digest: bytes) -> bytes:
+    data = _contents(path, "image")
+    if _digest(data) != digest:
+        raise UserError(f"image: {path} has changed since the run read it; restore it, and resume")
+    return data
+
+
+def _contents(path: Path, where: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where}: {path}: {error.strerror or error}") from None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def decoded(image: Image) -> Picture:
