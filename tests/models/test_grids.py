@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
+    models,
 )
 from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig, modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
@@ -467,3 +470,17 @@ def test_prompts_that_the_tower_does_not_take_say_so(
     policy = Policy.from_pretrained(path, "fp32", device="meta")
     with pytest.raises(UserError, match=message):
         encode(policy, text, [picture(*size)])
+
+
+def test_equal_numbers_of_features_are_equal_rows_and_columns() -> None:
+    """`check_image_tokens` compares numbers only, of models with other sides and limits."""
+    library: Any = models.qwen2_vl
+    resized = library.image_processing_pil_qwen2_vl.smart_resize
+    draw, grids = random.Random(0), defaultdict[Any, set[tuple[int, int]]](set)
+    for _ in range(20_000):
+        image, side = (draw.randint(20, 60), draw.randint(20, 60)), draw.choice([8, 12, 14, 16])
+        least = draw.randint(1, 20) * side**2
+        height, width = resized(*image, side, least, least * draw.randint(1, 9))
+        rows, columns = height // side, width // side
+        grids[image, rows * columns].add((rows, columns))
+    assert sum(len(found) for found in grids.values()) == len(grids) > 2000

@@ -141,6 +141,8 @@ def check_image_tokens(
     """Raise a UserError if a model counts other tokens for an image than the policy.
 
     It gets the policy's tokens, and computes the features itself. `key` is its setting.
+    Comparing numbers is enough: with equal numbers, rows and columns are equal too, since both
+    models scale the sides of one image by one factor and round them.
     """
     if policy.tower is None or other is None or other.tower is None:
         return
