@@ -184,7 +184,8 @@ def test_files_that_are_no_plain_image_are_named(
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"image": "none.png"}, "column 'image': .*none.png: No such file"),
+        ({"image": "none.png"}, "column 'image': .*none.png: No such file; restore it, or mend"),
+        ({"image": "."}, "column 'image': .*: not a file; restore it, or mend its row"),
         ({"image": "../a.png"}, "'../a.png' is outside of"),
         ({"image": 5}, "column 'image': 5 is no path"),
         ({"image": "a.png", "images": ["a.png"]}, "both columns images and image"),

@@ -239,7 +239,8 @@ class Task:
             known = ", ".join(map(repr, self.splits))
             raise UserError(
                 f"task {self.label}: no split {split!r}; it has {known}; task.split and "
-                "task.eval_split name one each (with eval.every = 0 no eval_split is needed)"
+                "task.eval_split name one each (with eval.every = 0, and without sft.until, no "
+                "eval_split is needed)"
             )
 
 

@@ -34,7 +34,7 @@ def checked_image(source: bytes | Path, where: str) -> Image:
     """
     data = source if isinstance(source, bytes) else _contents(source, where)
     if len(data) > MOST_BYTES:
-        raise UserError(f"{where}: a file of {len(data)} bytes; at most {MOST_BYTES} are read")
+        raise UserError(f"{where}: a file of more than {MOST_BYTES} bytes, the most that is read")
     picture = _opened(data, where)
     width, height = picture.size
     if width * height > MOST_PIXELS:
@@ -65,7 +65,11 @@ def _read_again(path: Path, digest: bytes) -> bytes:
 
 def _contents(path: Path, where: str) -> bytes:
     try:
-        return path.read_bytes()
+        if not path.is_file():
+            missing = "not a file" if path.exists() else "No such file"
+            raise UserError(f"{where}: {path}: {missing}; restore it, or mend its row")
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{where}: {path}: {error.strerror or error}") from None
 
