@@ -26,7 +26,7 @@ from jetrl.models.packed import ForwardInputs, Stems, pack, token_positions, upl
 from jetrl.models.planes_head import PlanesHead, head_logprobs
 from jetrl.precision.backend import backend_of
 from jetrl.precision.formats import BF16, number_format
-from jetrl.types import PromptInputs, SamplingParams, TokenFilter
+from jetrl.types import ImageSpan, PromptInputs, SamplingParams, TokenFilter
 
 
 class Policy(Model):
@@ -166,26 +166,24 @@ class Policy(Model):
         """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
 
         They come from one packed forward and are differentiable in the master weights. A sequence
-        with images is a PromptInputs. The
-        temperature is that of sampling, 0 included, and `token_filter` that of its log-probs
-        (`SamplingParams.logprobs_filter`). Raises UserError for an empty sequence, one longer than
-        the context, or a token id out of range.
+        with images is a PromptInputs. The temperature is that of sampling, 0 included, and
+        `token_filter` that of its log-probs (`SamplingParams.logprobs_filter`). Raises UserError
+        for an empty sequence, one longer than the context, or a token id out of range.
         """
         given, sequences = sequences, self.check_sequences(sequences)
         temperature = SamplingParams(temperature=temperature).temperature or 1.0
         if not sequences:
             return []
         inputs, cu_seqlens = pack(sequences, self.device)
-        positions, spans = inputs.positions.tolist(), []
-        for sequence, start in zip(given, cu_seqlens.tolist(), strict=False):
-            if isinstance(sequence, PromptInputs):
-                positions[start : start + len(sequence)] = sequence.positions(0, len(sequence))
-                spans += sequence.image_spans(0, len(sequence), at=start)
-        inputs = replace(
-            inputs,
-            positions=torch.tensor(positions, device=self.device),
-            images=self.image_rows(spans),
-        )
+        positions: list[int] = []
+        spans: list[ImageSpan] = []
+        for one, token_ids in zip(given, sequences, strict=True):
+            prompt = one if isinstance(one, PromptInputs) else PromptInputs(tuple(token_ids))
+            spans += prompt.image_spans(0, len(token_ids), at=len(positions))
+            positions += prompt.positions(0, len(token_ids))
+        if spans:
+            turned = torch.tensor(positions, device=self.device)
+            inputs = replace(inputs, positions=turned, images=self.image_rows(spans))
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
         logprobs, _ = self.train_logprobs(
             inputs, cu_seqlens, targets, temperature, token_filter=token_filter
