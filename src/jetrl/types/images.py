@@ -26,7 +26,7 @@ _AS_RGB = ("RGB", "L", "P", "1")  # modes whose every value is a color without l
 
 
 def checked_image(source: bytes | Path, where: str) -> Image:
-    """Return an image by the bytes of its file or by its path, after decoding it once.
+    """Return an image, given as the bytes of its file or as its path, after decoding it once.
 
     The bytes stay in memory; the file at a path is read again whenever it is needed. Raises
     UserError, with `where` in front, for a file that cannot be read, is no image or is damaged, has
