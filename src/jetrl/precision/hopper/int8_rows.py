@@ -73,7 +73,8 @@ TILES = {
 
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the tiles for a GEMM with a weight of n rows; they change no bits."""
-    choices = TILES[min((size for size in TILES if rows <= size), default=max(TILES))]
+    size = next((size for size in TILES if rows <= size), max(TILES))
+    choices = TILES[size]
     for tiles, held in choices:
         programs = cdiv(rows, tiles.block_m) * cdiv(n, tiles.parts * tiles.block_n)
         if programs <= held * MULTIPROCESSORS:
