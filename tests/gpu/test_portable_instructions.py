@@ -30,8 +30,11 @@ BY_BF16 = (
 )
 # Seconds on one H200, compiling included.
 SECONDS = {
-    **{"test_portable_plans": 200, "test_portable_attention_backward": 170},
-    **{"test_grouped_int8": 170, "test_portable_rows": 65, "test_portable_probs": 40},
+    "test_portable_plans": 200,
+    "test_portable_attention_backward": 170,
+    "test_grouped_int8": 170,
+    "test_portable_rows": 65,
+    "test_portable_probs": 40,
 }
 OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
@@ -71,8 +74,7 @@ def test_mma_sync_has_the_same_integers(arch: str, by_wgmma: dict[str, Any]) -> 
 
 def by_file(files: Sequence[str]) -> pytest.MarkDecorator:
     """Return a test per file, since compiling one takes up to minutes."""
-    marks = [pytest.mark.long(SECONDS.get(file, 80)) for file in files]
-    cases = [pytest.param(file, marks=mark) for file, mark in zip(files, marks, strict=True)]
+    cases = [pytest.param(file, marks=pytest.mark.long(SECONDS.get(file, 80))) for file in files]
     return pytest.mark.parametrize("file", cases)
 
 

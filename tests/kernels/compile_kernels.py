@@ -456,7 +456,8 @@ def integers() -> None:
     for tokens in (300, 20_000):  # in one pass, in two
         int8.int8_tokens(empty(tokens, 960))
     weight = empty_int8_rows(24576, 4096, META)
-    int8_matmul(empty_int8_rows(1000, 4096, META), weight)
+    for rows in (5, 100, 200, 1000):
+        int8_matmul(empty_int8_rows(rows, 4096, META), weight)
     for rows, choices in TILES.items():
         for tiles, _ in choices:
             rows_matmul(empty_int8_rows(rows, 4096, META), weight, tiles=tiles)

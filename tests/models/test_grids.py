@@ -415,6 +415,7 @@ def test_a_tower_of_qwen3_vl_that_does_not_fit_is_named(
         ModelConfig.from_hf(raw)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")  # by transformers
 @pytest.mark.parametrize(
     "changes, message",
     [
