@@ -124,6 +124,15 @@ def test_token_ids_have_no_places_of_images(policy: Policy, prompts: list[Prompt
     assert drawn.isdisjoint(places)
 
 
+def test_an_iterator_of_prompts_keeps_their_images(
+    policy: Policy, prompts: list[PromptInputs]
+) -> None:
+    with torch.no_grad():
+        found, expected = policy.logprobs(iter(prompts)), policy.logprobs(prompts)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_swapped_images_are_noticed(policy: Policy, prompts: list[PromptInputs]) -> None:
     samples = samples_of([prompts[1]], RolloutEngine(policy).generate([prompts[1]], PARAMS))
     (span,) = prompts[1].images[:1]

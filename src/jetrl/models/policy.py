@@ -170,7 +170,8 @@ class Policy(Model):
         `token_filter` that of its log-probs (`SamplingParams.logprobs_filter`). Raises UserError
         for an empty sequence, one longer than the context, or a token id out of range.
         """
-        given, sequences = sequences, self.check_sequences(sequences)
+        given = list(sequences)
+        sequences = self.check_sequences(given)
         temperature = SamplingParams(temperature=temperature).temperature or 1.0
         if not sequences:
             return []
