@@ -56,7 +56,7 @@ def noted(self, seconds, file):
     timers.append(seconds)
 
 def wait_for_timer(longest):
-    while timers[-1] > longest:
+    while not timers or timers[-1] > longest:  # the run may be here before the first timer is
         time.sleep(0.01)
 
 watchdog.Watchdog._end_later, watchdog.wait_for_timer = noted, wait_for_timer
