@@ -283,6 +283,15 @@ class _Resident:
     pages: list[int]
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A sequence that joins the batch in a slot, with its next token at `start`."""
+
+    slot: int
+    sequence: RunningSequence
+    start: int
+
+
 @dataclass(eq=False)
 class DecodeBatch:
     """The running sequences on the device over one cache; `speculation` is None without drafts."""
@@ -381,7 +390,7 @@ class DecodeBatch:
             self._free.append(self._resident.pop(index).slot)
         rows: list[int] = []
         # Collect new sequences to initialize, and newly allocated pages for every sequence.
-        arrived: list[tuple[int, RunningSequence, int]] = []
+        arrived: list[_Arrival] = []
         pages: list[tuple[int, int]] = []
         for chunk, sequence in zip(step.chunks, running, strict=True):
             resident = self._resident.get(chunk.sequence)
@@ -389,7 +398,7 @@ class DecodeBatch:
                 slot = self._free.pop()
                 resident = _Resident(slot, chunk.start, [])
                 self._resident[chunk.sequence] = resident
-                arrived.append((slot, sequence, chunk.start))
+                arrived.append(_Arrival(slot, sequence, chunk.start))
             # The device may be ahead: the host does not know yet how many drafts were accepted.
             assert resident.position <= chunk.start, f"{chunk} follows {resident.position}"
             pages += self._new_pages(resident, sequence.pages, chunk.start)
@@ -400,30 +409,7 @@ class DecodeBatch:
         if arrived or rows != self._rows:
             self._write_rules(running)
         if arrived:
-            # `max_cached_tokens` is also the position of the last possible token.
-            arrivals = [
-                (
-                    slot,
-                    new.generated[-1],
-                    start,
-                    new.max_cached_tokens,
-                    new.key,
-                    new.params.seed,
-                    new.prompt.offset,
-                )
-                for slot, new, start in arrived
-            ]
-            columns = to_device(arrivals, self._device).unbind(1)
-            slots, token_ids, positions, limits, keys, seeds, offsets = columns
-            state.token[slots] = token_ids.int()
-            state.position[slots] = positions.int()
-            state.limit[slots] = limits.int()
-            state.key[slots] = keys
-            state.seed[slots] = seeds
-            state.offset[slots] = offsets.int()
-            state.active[slots] = 1
-        if arrived and self.speculation is not None:
-            self.speculation.admit([(slot, new) for slot, new, _ in arrived])
+            self._admit(arrived)
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()
@@ -434,6 +420,26 @@ class DecodeBatch:
         if pages or rows != self._rows:
             torch.index_select(state.tables, 0, self._buffers.rows, out=self._buffers.tables)
         self._rows = rows
+
+    def _admit(self, arrived: Sequence[_Arrival]) -> None:
+        """Initialize the slots of sequences that join the batch."""
+        state, sequences = self._buffers.state, [each.sequence for each in arrived]
+        values = [
+            (state.token, [new.generated[-1] for new in sequences]),
+            (state.position, [each.start for each in arrived]),
+            # `max_cached_tokens` is also the position of the last possible token.
+            (state.limit, [new.max_cached_tokens for new in sequences]),
+            (state.key, [new.key for new in sequences]),
+            (state.seed, [new.params.seed for new in sequences]),
+            (state.offset, [new.prompt.offset for new in sequences]),
+        ]
+        rows = [[each.slot for each in arrived], *(row for _, row in values)]
+        slots, *columns = to_device(rows, self._device).unbind(0)
+        for (tensor, _), column in zip(values, columns, strict=True):
+            tensor[slots] = column.to(tensor.dtype)
+        state.active[slots] = 1
+        if self.speculation is not None:
+            self.speculation.admit([(each.slot, each.sequence) for each in arrived])
 
     def _write_rules(self, running: Sequence[RunningSequence]) -> None:
         """Write the sampling parameters, and up to MAX_STOP_IDS stop ids that all rows share."""

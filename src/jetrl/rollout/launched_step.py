@@ -82,7 +82,7 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def to_device(
-    values: np.ndarray | Sequence[int] | Sequence[tuple[int, ...]], device: torch.device
+    values: np.ndarray | Sequence[int] | Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
     """Return a tensor on the device; Python integers become int64."""
     host = torch.from_numpy(np.asarray(values))
