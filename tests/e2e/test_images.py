@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tests.e2e.small import SMALL, demo, trained, without_last_checkpoint
 from tests.models.test_images import change, model
 
+from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
@@ -80,6 +81,35 @@ def test_a_run_is_exact_and_a_resumed_one_has_its_bits(words: list[str], tmp_pat
     assert lines[0]["prompt_token_ids"].count(lines[0]["prompt_token_ids"][5]) >= 4
 
 
+@pytest.mark.parametrize(
+    "family, precision",
+    [("idefics3", "preset=bf16"), ("qwen2_5_vl", "preset=int8"), ("qwen3_vl", "base=nvfp4")],
+    indirect=["family"],
+)
+def test_a_run_with_an_adapter_is_exact_and_is_resumed_sampled_and_evaluated(
+    precision: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = ["adapter.kind=lora", "adapter.rank=4", "algorithm.kl=0.01", "train.lr=1e-2"]
+    words = [*words, *adapter, f"precision.{precision}", "loop.steps=2"]
+    uncut = trained(words, tmp_path, "uncut")
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    resumed = trained(words, tmp_path, "cut", resume=True)
+    records = [RunDirectory.open(done.run_path).metrics()[1:] for done in (uncut, resumed)]
+    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    for metrics in records[0]:
+        assert metrics["mismatch/num_different"] == 0
+        assert metrics["policy/grad_norm"] > 0
+    assert 0 < records[0][0]["policy/kl_ref"] < records[0][-1]["policy/kl_ref"]
+    Pillow.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    for source in (uncut.run_path, uncut.run_path / "model"):
+        image = ["--image", str(tmp_path / "red.png"), "--max-tokens", "6"]
+        assert main(["sample", str(source), *image, "Which color?"]) == 0
+    said = capsys.readouterr().out.partition("<image>Which color?")[2]
+    first, _, again = said.partition("<image>Which color?")
+    assert first.strip() == again.strip() != ""
+    assert main(["eval", str(uncut.run_path), "--prompts", "2", "--trust-task"]) == 0
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_completions_that_cross_steps_keep_their_positions(
     family: str, words: list[str], tmp_path: Path
@@ -117,7 +147,6 @@ def test_the_memory_plan_counts_tokens_of_images(
     [
         ("sft.steps=1", "has images, on which only reinforcement learning trains"),
         ("algorithm.name=ppo critic.path=policy", "a critic or reward model reads text only"),
-        ("adapter.kind=lora", "adapter.kind is for models without images"),
         ("precision.preset=integer", "the bits of an image tower are not defined"),
     ],
 )

@@ -113,11 +113,6 @@ def test_files_in_nvfp4_are_refused(layout: str, tmp_path: Path) -> None:
         Policy.from_pretrained(path, "int8")
 
 
-def test_a_base_in_nvfp4_is_refused(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"adapter\.kind is for models without images"):
-        trained(words, tmp_path, "run", "precision.base=nvfp4", "adapter.kind=lora")
-
-
 def test_a_run_that_replays_its_steps_cannot_resume(words: list[str], tmp_path: Path) -> None:
     replays = ["data.replay_steps=1", "train.updates_per_step=2"]
     trained(words, tmp_path, "run", *replays)

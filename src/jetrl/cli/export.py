@@ -100,7 +100,7 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
     hf.save_model(
         path=args.base,
         config=source.config,
-        weights=source.weights(policy.device),
+        weights=source.with_tower(source.weights(policy.device)),
         encoding=hf.Encoding("float32"),
         tokenizer=policy.tokenizer,
         side_files=source.side_files,
@@ -163,10 +163,10 @@ def _merge(args: argparse.Namespace) -> None:
     hf.save_model(
         path=args.out,
         config=config,
-        weights=merged,
+        weights=source.with_tower(merged),
         encoding=hf.Encoding(args.dtype, dithered="linears"),
         tokenizer=tokenizer,
-        side_files=source.side_files if source.origin else {},
+        side_files=source.side_files if source.origin or source.tower else {},
         overwrite=args.overwrite,
     )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")

@@ -6,8 +6,10 @@ are stacked like the weights (`precision.adapter`): the master weights for `laye
 
 Targets are as in PEFT: `all-linear`; a list of names, each of which selects the stored linear
 layers that have this name, or whose name ends with a dot and this name; or a regular expression
-that matches the whole name of a layer, with or without the prefix `model.`. Experts are selected
-only by their names (gate_proj, up_proj, down_proj), not by `all-linear`.
+that matches the whole name of a layer, with or without the prefix `model.`. Names are those of
+transformers: with images the prefix is `model.language_model.` or `model.text_model.`, and the
+tower has no targets. Experts are selected only by their names (gate_proj, up_proj, down_proj), not
+by `all-linear`.
 
 A new adapter does not change the model: A is uniform in +-1 / sqrt(K), as in PEFT, and B is zero.
 A draw depends only on the run's seed and the name of the stored layer.
@@ -27,7 +29,13 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights, MadeWeights
-from jetrl.models.families import ModelConfig, StoredTensor, linear_layers, parameter_shapes
+from jetrl.models.families import (
+    FAMILIES,
+    ModelConfig,
+    StoredTensor,
+    linear_layers,
+    parameter_shapes,
+)
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter_weight import AdapterShape
 from jetrl.randomness import derive_seed
@@ -94,10 +102,11 @@ def adapted_parts(
 
     Raises UserError, with `key` in front, for targets that match no layer.
     """
-    linears = linear_layers(config)
+    linears = linear_layers(config, loaded=True)
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return {layer: parts for layer, parts in linears.items() if not _by_name(config, layer)}
-    chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
+    names = [part.module for parts in linears.values() for part in parts]
+    chosen = _chosen(config, names, targets, key)
     adapted = {
         layer: tuple(part for part in parts if part.module in chosen)
         for layer, parts in linears.items()
@@ -112,12 +121,17 @@ def _by_name(config: ModelConfig, layer: str) -> bool:
     return any(module in half.by_name for half in (shape.mixer, shape.block))
 
 
-def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
+def _chosen(
+    config: ModelConfig, names: list[str], targets: tuple[str, ...] | str, key: str
+) -> set[str]:
     """Return the names that targets select; they are not all-linear."""
     last = sorted({name.rpartition(".")[2] for name in names})
     known = f"matches no linear layer; the model's are called {', '.join(last)}"
+    if config.vision is not None:
+        known += " (the image tower is frozen and has no adapter)"
     if isinstance(targets, str):
-        short = {name.removeprefix("model."): name for name in names}
+        prefix = FAMILIES[config.family].language_module + "."
+        short = {name.removeprefix(prefix): name for name in names}
         chosen = {short.get(name, name) for name in matching([targets], [*names, *short], key)}
         if not chosen:
             raise UserError(f"{key} = {shown_value(targets)} {known}")

@@ -56,6 +56,7 @@ class Family:
         language: The family of the language model of a model with images, in `text_config`.
         vision: The record of the image tower of a model with images.
         prefix: The module of the language model in checkpoints.
+        loads_as: The same module in transformers, if its name is another one.
         window_in_use: `sliding_window` applies even without `use_sliding_window`.
         rope_types: The supported values of `rope_type`. In phi3, `yarn` is an old name of longrope,
             which is not supported. In Qwen2.5-VL, `mrope` is an old name of `default`.
@@ -75,6 +76,12 @@ class Family:
     vision: type[VisionShape] | None = None
     language: str | None = None
     prefix: str = "model"
+    loads_as: str | None = None
+
+    @property
+    def language_module(self) -> str:
+        """The module of the language model in transformers, and so in adapters of PEFT."""
+        return self.loads_as or self.prefix
 
     @property
     def records(self) -> tuple[type[LayerHalf], ...]:
@@ -116,6 +123,7 @@ FAMILIES: dict[str, Family] = {
         rope_types=("default", "mrope", "yarn"),
         vision=WindowShape,
         language="qwen2_5_vl_text",
+        loads_as="model.language_model",
     ),
     "qwen3_vl": Family(
         "Qwen3VLForConditionalGeneration",
@@ -586,9 +594,16 @@ class StoredTensor:
 
 
 @functools.lru_cache(maxsize=32)
-def stored_tensors(config: ModelConfig) -> Mapping[str, tuple[StoredTensor, ...]]:
-    """Return the tensors of a checkpoint that each parameter concatenates, in order."""
-    return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
+def stored_tensors(
+    config: ModelConfig, loaded: bool = False
+) -> Mapping[str, tuple[StoredTensor, ...]]:
+    """Return the tensors of a checkpoint that each parameter concatenates, in order.
+
+    `loaded`: by their names in transformers, which adapters of PEFT have, instead of in files.
+    """
+    family, shapes = FAMILIES[config.family], parameter_shapes(config)
+    prefix = family.language_module if loaded else family.prefix
+    return {name: _parts(config, name, shape, prefix) for name, shape in shapes.items()}
 
 
 def fused_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -619,14 +634,18 @@ def buffer_names(config: ModelConfig) -> frozenset[str]:
     return frozenset(name for name, parts in tensors if parts[0].buffer)
 
 
-def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return the stored weights of each linear layer of decoder layers, by jetrl's name."""
-    tensors = stored_tensors(config).items()
+def linear_layers(config: ModelConfig, loaded: bool = False) -> dict[str, tuple[StoredTensor, ...]]:
+    """Return the stored weights of each linear layer of decoder layers, by jetrl's name.
+
+    `loaded` is that of `stored_tensors`.
+    """
+    tensors = stored_tensors(config, loaded).items()
     return {name.removesuffix(".weight"): p for name, p in tensors if p[0].linear_weight}
 
 
-def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-    prefix = FAMILIES[config.family].prefix
+def _parts(
+    config: ModelConfig, name: str, shape: tuple[int, ...], prefix: str
+) -> tuple[StoredTensor, ...]:
     if name in _WHOLE:
         return (StoredTensor(_WHOLE[name].format(prefix), shape, None, False),)
     _, number, module, kind = name.split(".")

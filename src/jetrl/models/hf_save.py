@@ -278,6 +278,10 @@ def _config_json(config: ModelConfig, encoding: Encoding) -> Json:
         "dtype": named,
         "torch_dtype": named,  # of transformers 4
     }
+    if config.vision is not None and config.vision.flat and "text_config" in contents:
+        # The language model's key ties its head too.
+        tied = {"tie_word_embeddings": config.tie_word_embeddings}
+        contents["text_config"] = contents["text_config"] | tied
     contents.pop("quantization_config", None)
     if further_layers(config):
         contents[FURTHER_LAYERS] = 0  # they are not read

@@ -92,7 +92,7 @@ class Model:
             has, needs = heads[config.head], heads[self.head]
             where = source.origin or "config.json"
             raise UserError(f"{where}: {config.architecture} has a head for {has}, not for {needs}")
-        _check_images(config, plan, whole=adapter is None)
+        _check_images(config, plan)
         if source.origin is not None:
             check_base(config, plan, source.origin)
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
@@ -398,14 +398,12 @@ def check_device(
         )
 
 
-def _check_images(config: ModelConfig, plan: PrecisionPlan, whole: bool) -> None:
+def _check_images(config: ModelConfig, plan: PrecisionPlan) -> None:
     """Raise a UserError for what models with images do not support."""
     if config.vision is None:
         return
     if config.head == "score":
         raise UserError(f"{config.architecture}: a critic or reward model reads text only")
-    if not whole:
-        raise UserError(f"{config.architecture}: adapter.kind is for models without images")
     if plan.defined:
         raise UserError(
             f"precision.preset = {plan.name}: the bits of an image tower are not defined; use "

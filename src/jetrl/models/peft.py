@@ -5,6 +5,10 @@ writing and reading an adapter preserves all bits. Fully trained parameters (emb
 are in PEFT's `modules_to_save`. PEFT copies these modules, which unties an embedding from its head
 unless `ensure_weight_tying` is set; therefore a tied pair is written twice.
 
+PEFT's names are those of transformers' modules. Qwen2.5-VL's differ from those in its files, which
+transformers had before version 4.52, and adapters of then are read too. An image tower has layers
+with the same last names, so an adapter of a model with images names its layers in full.
+
 An unknown key in adapter_config.json that is set raises a UserError, since it may select another
 kind of adapter. A merged weight is W + s B A, computed in FP32. In a file with fewer bits, a change
 below the rounding step is lost.
@@ -29,7 +33,14 @@ from jetrl.errors import UserError, named
 from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
 from jetrl.models.coded_weights import CodedWeights
-from jetrl.models.families import FP8_BLOCK, ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.families import (
+    FAMILIES,
+    FP8_BLOCK,
+    ModelConfig,
+    StoredTensor,
+    parameter_shapes,
+    stored_tensors,
+)
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import new_directory, save_file, write_json
 from jetrl.models.patterns import matching
@@ -169,13 +180,15 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
             f"{file}: task_type = SEQ_CLS is of a classifier; an adapter of a language model has "
             "CAUSAL_LM"
         )
-    tensors = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
+    tensors = [part.name for parts in _loaded(config).values() for part in parts]
     for module in read.modules_to_save or ():
         # PEFT lists both names for any classifier.
         of_head = config.head == "score" and module in ("classifier", "score")
         if not of_head and not any(_is_saved(name, [module]) for name in tensors):
+            frozen = "" if config.vision is None else " outside of its frozen image tower"
             raise UserError(
                 f"{file}: modules_to_save names {printable(module)}, which the model does not have"
+                f"{frozen}"
             )
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
@@ -213,11 +226,11 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
         raise UserError(f"{file}: no such file; save an adapter in .bin again with safetensors")
     # Earlier versions of jetrl did not write the head of a tied pair.
     said: dict[str, Any] = {_TIED: True} | read_object(own) if own.is_file() else {_TIED: False}
-    stored, read = load_tensors(file), _read(directory)
+    stored, read = _with_present_names(load_tensors(file), config), _read(directory)
     saved = read.modules_to_save or []
     replaced = _take_whole(stored, file, config, saved)
     tied = bool(said[_TIED] or read.ensure_weight_tying)
-    unties = config.tie_word_embeddings and _unties(replaced, file, saved, tied)
+    unties = config.tie_word_embeddings and _unties(config, replaced, file, saved, tied)
     adapter = Adapter(lora, {}, {}, replaced, str(directory), said.get(_DIGEST), unties)
     shapes, parts = lora.shapes(adapter.shape(config)), adapted_parts(config, lora.targets)
     tensors: dict[str, Tensor] = {}
@@ -232,6 +245,13 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
         ]
         tensors |= zip(adapter_names(layer), (torch.cat(a), torch.cat(b)), strict=True)
     if stored:
+        of_language = f"{PREFIX}{FAMILIES[config.family].language_module}."
+        if config.vision is not None and not min(stored).startswith(of_language):
+            raise UserError(
+                f"{file}: tensor {min(stored)} is not of the language model, and the image tower "
+                "is frozen here: train the adapter again, with target_modules or exclude_modules "
+                "that leave the tower out"
+            )
         more = f", and {len(stored) - 1} more" if len(stored) > 1 else ""
         raise UserError(
             f"{file}: {CONFIG} and the model have no place for tensor {min(stored)}{more}: is this "
@@ -265,7 +285,7 @@ def _take_whole(
     Raises UserError if a module in `saved` has no tensor.
     """
     replaced = {}
-    for name, parts in stored_tensors(_untied(config)).items():
+    for name, parts in _loaded(config).items():
         for part in parts:
             if _is_saved(part.name, saved) and PREFIX + part.name not in stored:
                 raise UserError(
@@ -278,9 +298,19 @@ def _take_whole(
     return replaced
 
 
-def _untied(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with an untied head."""
-    return dataclasses.replace(config, tie_word_embeddings=False)
+def _loaded(config: ModelConfig) -> Mapping[str, tuple[StoredTensor, ...]]:
+    """Return the tensors of a model by their names in transformers, with an untied head."""
+    return stored_tensors(dataclasses.replace(config, tie_word_embeddings=False), loaded=True)
+
+
+def _with_present_names(stored: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return tensors by the names of transformers' present modules."""
+    family = FAMILIES[config.family]
+    old, new = (f"{PREFIX}{module}.layers." for module in (family.prefix, family.language_module))
+    return {
+        new + name.removeprefix(old) if name.startswith(old) else name: tensor
+        for name, tensor in stored.items()
+    }
 
 
 def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
@@ -290,12 +320,15 @@ def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
     return any(module.endswith(name) for module in around for name in modules_to_save)
 
 
-def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
+def _unties(
+    config: ModelConfig, replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool
+) -> bool:
     """Return whether an adapter unties the head; if not, keep only the embedding in `replaced`."""
     embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
     both = embedding is not None and head is not None
     same = embedding is not None and head is not None and torch.equal(embedding, head)
-    copies = _is_saved("model.embed_tokens.weight", saved) or _is_saved("lm_head.weight", saved)
+    parts = [_loaded(config)[name][0] for name in (_EMBEDDINGS, _HEAD)]
+    copies = any(_is_saved(part.name, saved) for part in parts)
     if copies and not tied and not same and (embedding is not None or head is not None):
         return True
     if both and not same:
@@ -352,7 +385,7 @@ def _stored(config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]) -> d
             tensors[f"{PREFIX}{part.module}.lora_A.weight"] = a
             tensors[f"{PREFIX}{part.module}.lora_B.weight"] = b
     for name, master in left.items():
-        (whole,) = stored_tensors(config)[name]
+        (whole,) = _loaded(config)[name]
         tensors[PREFIX + whole.name] = master
         if name == _EMBEDDINGS and config.tie_word_embeddings:
             tensors[f"{PREFIX}lm_head.weight"] = master
@@ -390,16 +423,18 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
     parts = adapted_parts(config, lora.targets)
     names = [part.module for of_layer in parts.values() for part in of_layer]
     last = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    return list(last) if adapted_parts(config, last) == parts else names
+    suffice = config.vision is None and adapted_parts(config, last) == parts
+    return list(last) if suffice else names
 
 
 def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
     """Return `modules_to_save`: last names, or full names if last names select other modules."""
-    every = {part.name for parts in stored_tensors(_untied(config)).values() for part in parts}
+    every = {part.name for parts in _loaded(config).values() for part in parts}
     whole = {name for name in every if PREFIX + name in stored}
     modules = {name.rpartition(".")[0] for name in whole}
     last = {module.rpartition(".")[2] for module in modules}
-    return sorted(last if {name for name in every if _is_saved(name, last)} == whole else modules)
+    suffice = config.vision is None and {n for n in every if _is_saved(n, last)} == whole
+    return sorted(last if suffice else modules)
 
 
 class MergedWeights(CodedWeights):
