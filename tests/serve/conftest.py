@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +86,27 @@ def serving(source: TokenSource, limits: Limits = OPEN) -> Iterator[Server]:
         thread.join()
 
 
+@contextlib.contextmanager
+def answering(
+    policy: Policy, max_choices: int = 128, limits: Limits = OPEN, **sizes: int
+) -> Iterator[Server]:
+    engine = RolloutEngine(policy, **{"max_batch_size": 8, **sizes})
+    source = EngineSource(engine, policy, max_choices, version=7)
+    source.start()
+    try:
+        with serving(source, limits) as server:
+            yield server
+    finally:
+        source.close()
+
+
 Serve = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
 def serve(policy: Policy) -> Serve:
     """Return a context of a server of the policy: max_choices, limits, and sizes of its engine."""
-
-    @contextlib.contextmanager
-    def start(max_choices: int = 128, limits: Limits = OPEN, **sizes: int) -> Iterator[Server]:
-        engine = RolloutEngine(policy, **{"max_batch_size": 8, **sizes})
-        source = EngineSource(engine, policy, max_choices, version=7)
-        source.start()
-        try:
-            with serving(source, limits) as server:
-                yield server
-        finally:
-            source.close()
-
-    return start
+    return partial(answering, policy)
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,9 @@ class Script:
     def __init__(self, policy: Policy, text: str) -> None:
         self.tokenizer, self.text = policy.tokenizer, text
 
+    def blind(self, session: str) -> None:
+        return None
+
     def required(self, session: str) -> None:
         return None
 

@@ -109,6 +109,11 @@ class EpisodeSource(EngineSource):
         episode = self._episode(session)
         return None if episode is None else episode.params
 
+    def blind(self, session: str) -> str | None:
+        if self._episode(session) is not None:
+            return "episodes of a training are text only"
+        return super().blind(session)
+
     def encode(
         self, prompts: Sequence[Sequence[int] | Prompt], session: str = ""
     ) -> tuple[PromptInputs, ...]:

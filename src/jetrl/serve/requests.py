@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jetrl.errors import UserError, nearest
 from jetrl.files import shown_value
+from jetrl.serve.images import with_images
 from jetrl.serve.source import Request, TokenSource
 from jetrl.types import Json, Prompt, SamplingParams
 
@@ -74,12 +75,15 @@ class _Conversation(_Fields):
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: Json = {}
 
-    def prompt(self) -> Prompt:
+    def prompt(self, source: TokenSource, session: str) -> Prompt:
+        """Return the messages as a prompt; raises UserError for images that are not read."""
+        messages, images = with_images(self.messages, source.blind(session))
         return Prompt(
             id="messages",
-            messages=tuple(self.messages),
+            messages=tuple(messages),
             tools=() if self.tool_choice == "none" else tuple(self.tools),
             template_args=self.chat_template_kwargs,
+            images=images,
         )
 
 
@@ -222,7 +226,7 @@ def chat(fields: ChatFields, source: TokenSource, session: str) -> Wanted:
     limit = fields.max_completion_tokens or fields.max_tokens
     if fields.max_tokens not in (None, limit):
         raise UserError("max_tokens and max_completion_tokens differ: send one of them")
-    prompts = source.encode([fields.prompt()], session)
+    prompts = source.encode([fields.prompt(source, session)], session)
     return Wanted(
         api="chat",
         request=Request(prompts, _params(fields, limit, source, session), session),
@@ -265,7 +269,10 @@ def token_ids_of(
     fields: TextFields | MessagesFields, source: TokenSource, session: str
 ) -> list[int]:
     """Return the token ids of a text or of messages."""
-    prompt = _as_prompt(fields.prompt) if isinstance(fields, TextFields) else fields.prompt()
+    if isinstance(fields, TextFields):
+        prompt = _as_prompt(fields.prompt)
+    else:
+        prompt = fields.prompt(source, session)
     return list(source.encode([prompt], session)[0].token_ids)
 
 

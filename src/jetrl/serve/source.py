@@ -113,6 +113,9 @@ class TokenSource(Protocol):
     def required(self, session: str) -> SamplingParams | None:
         """Return the parameters that a session's requests have; None if they may choose."""
 
+    def blind(self, session: str) -> str | None:
+        """Return why messages of a session have no images; None if they may have some."""
+
     def submit(self, request: Request) -> AsyncGenerator[list[Piece], None]:
         """Yield the pieces of all choices as they are drawn; closing it cancels the request.
 
@@ -179,6 +182,9 @@ class EngineSource:
 
     def required(self, session: str) -> SamplingParams | None:
         return None
+
+    def blind(self, session: str) -> str | None:
+        return "this model reads text only" if self.policy.tower is None else None
 
     def encode(
         self, prompts: Sequence[Sequence[int] | Prompt], session: str = ""

@@ -25,20 +25,20 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _AS_RGB = ("RGB", "L", "P", "1")  # modes whose every value is a color without loss
 
 
-def checked_image(source: bytes | Path, where: str) -> Image:
+def checked_image(source: bytes | Path, where: str, most_pixels: int = MOST_PIXELS) -> Image:
     """Return an image, given as the bytes of its file or as its path, after decoding it once.
 
     The bytes stay in memory; the file at a path is read again whenever it is needed. Raises
     UserError, with `where` in front, for a file that cannot be read, is no image or is damaged, has
-    too many pixels, is animated, or has a mode that RGB does not hold.
+    more than `most_pixels`, is animated, or has a mode that RGB does not hold.
     """
     data = source if isinstance(source, bytes) else _contents(source, where)
     if len(data) > MOST_BYTES:
         raise UserError(f"{where}: a file of more than {MOST_BYTES} bytes, the most that is read")
     picture = _opened(data, where)
     width, height = picture.size
-    if width * height > MOST_PIXELS:
-        raise UserError(f"{where}: {width} x {height} pixels; at most {MOST_PIXELS} are read")
+    if width * height > most_pixels:
+        raise UserError(f"{where}: {width} x {height} pixels; at most {most_pixels} are read")
     # A JPEG file of a camera may have a second picture (MPO); the first one is read.
     if (frames := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
         raise UserError(f"{where}: an animation of {frames} frames; give one image")
