@@ -57,7 +57,7 @@ def weight(rank: int, columns: int, parts: tuple[tuple[int, int], ...], rows: in
 
 
 def adapted_policy(
-    preset: str = "unified",
+    plan: PrecisionPlan | str = "unified",
     family: str = "qwen3",
     device: str = "cuda",
     base: str | None = None,
@@ -67,7 +67,7 @@ def adapted_policy(
     """A policy whose adapter has become something; `changes` are keys of config.json."""
     shape = ModelConfig.from_hf(config(family, **(changes or {})))
     adapter = Adapter.new(shape, LoRA(12, 24.0, **options), 0)
-    plan = PrecisionPlan.preset(preset)
+    plan = PrecisionPlan.preset(plan) if isinstance(plan, str) else plan
     plan = plan if base is None else plan.replace(base=base)
     weights = dict(RandomWeights(shape, 0))  # the same on a CPU and a GPU
     policy = Policy(ModelSource.from_tensors(shape, weights, adapter=adapter), plan, device)

@@ -21,14 +21,10 @@ from tests.training.shared import count_different
 from jetrl import RolloutEngine, SamplingParams
 from jetrl.kernels.swiglu_triton import swiglu_backward, swiglu_backward_values_, swiglu_forward
 from jetrl.precision.adapter import add_adapter, project_down, project_up
-from jetrl.precision.hopper.adapter import (
-    project_down_quantize,
-    project_down_rows,
-    project_down_whole,
-    project_up_hopper,
-)
+from jetrl.precision.hopper.adapter import project_down_quantize, project_down_rows
 from jetrl.precision.hopper.adapter_linear import adapted_matmul, form_for, quantized_adapted_matmul
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
+from jetrl.precision.triton import adapter as portable
 from jetrl.precision.triton.quantize import quantize_rows, quantize_weight
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
@@ -83,10 +79,11 @@ def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
     """The product with A in one launch against programs of whole rows, eagerly and replayed."""
     w = weight(rank, columns, ((0, 64), (64, 64)), 128)
     x = random(4100, columns, 2)
-    whole = project_down_whole(x, w.down)
+    whole = portable.project_down_whole(x, w.down)
     for rows in ROWS:
         poison(torch.empty(64, rows, len(w.down), device="cuda"), whole[:rows])
         assert torch.equal(project_down_rows(x[:rows], w.down, w.arrived), whole[:rows]), rows
+        assert torch.equal(portable.project_down_chunks(x[:rows], w.down), whole[:rows]), rows
         assert torch.equal(
             project_down_rows(x[3 : 3 + rows], w.down, w.arrived, True), whole[3 : 3 + rows]
         )
@@ -112,9 +109,9 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
     n, columns, parts = FP8_LINEARS[linear]
     w = weight(rank, columns, parts, n)
     base, x = quantize_weight(random(n, columns, 7, 0.02)), random(1000, columns, 3)
-    u = project_down_whole(x, w.down)
+    u = portable.project_down_whole(x, w.down)
     product = fp8_matmul_hopper(quantize_rows(x), base, backend="cublas")
-    whole = project_up_hopper(product.clone(), u, w.up, w.columns)
+    whole = portable.project_up(product.clone(), u, w.up, w.columns)
     assert not torch.equal(whole, product)
     bad = []
     for rows in ROWS:

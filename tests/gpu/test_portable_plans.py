@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from linears import gradients
+from linears import adapted_policy, assert_gradients_are_near, gradients
 from small_models import FAMILIES, config, make_policy
 
 from jetrl import Policy
@@ -170,6 +170,27 @@ def test_sampled_logprobs_are_the_trainers(family: str, plan: str) -> None:
     where = locate(p, *result.first_different) if result.first_different else None
     assert (result.different, where) == (0, None)
     assert failures(check_policy(p)) == []
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("batch", [3, 64])
+def test_sampled_logprobs_with_adapters_are_the_trainers(plan: str, batch: int) -> None:
+    skip_without(PLANS[plan].backward_format.dtype)
+    p = adapted_policy(PLANS[plan])
+    prompts = random_prompts(p, 12, 80, seed=2)
+    result = measure(
+        p, prompts=prompts, samples=3, max_tokens=60, max_batch_size=batch, gradients=True
+    )
+    where = locate(p, *result.first_different) if result.first_different else None
+    assert (result.different, where) == (0, None)
+    assert failures(check_policy(p)) == []
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_of_adapters_follow_the_reference(plan: str) -> None:
+    skip_without(PLANS[plan].backward_format.dtype)
+    ours, theirs = (adapted_policy(PLANS[plan], device=device) for device in ("cuda", "cpu"))
+    assert_gradients_are_near(ours, theirs, 0.25)
 
 
 @pytest.mark.hopper

@@ -24,10 +24,12 @@ from torch import Tensor
 from jetrl.kernels.attention import backward, decode, forward_triton, pages, staging
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
+from jetrl.precision import adapter as adapter_reference
 from jetrl.precision import saved
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, dequantize, quantize
-from jetrl.precision.triton import float_tiles, tile
+from jetrl.precision.triton import adapter, float_tiles, tile
 from jetrl.precision.triton import saved as saved_triton
 
 SPLIT = 128  # keys; lengths below cross it
@@ -52,7 +54,8 @@ def prepare() -> None:
     tile.to_bfloat16 = to_bfloat16
     for module in (backward, decode, forward_triton):
         module.check_queries = lambda q, codes: q.shape[1] // codes.num_heads
-    decode.overlapped = dict
+    decode.overlapped = adapter.overlapped = dict
+    adapter.wait_for_previous = adapter.let_next_start = lambda: None
     decode.gluon_let_next_start = decode.gluon_wait_for_previous = lambda: None
 
 
@@ -221,6 +224,42 @@ def compare_fp8_products(rows: int, columns: int, k: int) -> dict[str, Any]:
     }
 
 
+def compare_adapters(
+    rank: int, rows: int, columns: int, parts: tuple[tuple[int, int], ...]
+) -> dict[str, Any]:
+    """Compare both products of an adapter with exact sums, and a row alone with the same row."""
+    g, outputs = torch.Generator().manual_seed(13), 256
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g)
+
+    shape = AdapterShape(rank, 0.5, num_rows=outputs, num_columns=columns, parts=parts)
+    a, b = torch.nn.Parameter(normal(*shape.a_shape)), torch.nn.Parameter(normal(*shape.b_shape))
+    weight = AdapterWeight("test", a, b, shape, torch.bfloat16)
+    x, y = normal(rows, columns).bfloat16(), normal(rows, outputs).bfloat16()
+
+    def added(rows: slice) -> tuple[Tensor, Tensor]:
+        u = adapter.project_down(x[rows], weight.down, weight.arrived)
+        return u, adapter.project_up(y[rows].clone(), u, weight.up, weight.columns)
+
+    (u, made), (last_u, last) = added(slice(None)), added(slice(rows - 1, rows))
+    true = adapter_reference.project_down(x, weight).float()
+    expected = adapter_reference.project_up(y.clone(), u, weight)
+    # A float32 sum is within a few 2**-24 of the sum of its terms; then BF16 rounds it.
+    limit = 2.0**-7 * true.abs() + 2.0**-18 * (x.float().abs() @ weight.down.float().abs().mT)
+    without = torch.ones(outputs, dtype=torch.bool)
+    for first, count in parts:
+        without[first : first + count] = False
+    return {
+        "u beyond rounding": int(((u.float() - true).abs() > limit).sum()),
+        "y rounded otherwise": int((made != expected).double().mean() > 0.01),
+        "y beyond rounding": int(((made - expected).abs() > 2.0**-6 * expected.abs() + 0.1).sum()),
+        "one program": different(u, adapter.project_down_whole(x, weight.down)),
+        "batch": different(last, made[-1:]) + different(last_u, u[-1:]),
+        "outside": different(made[:, without], y[:, without]),
+    }
+
+
 def compare_saved(rows: int, columns: int, first: int) -> dict[str, Any]:
     """Compare codes of some columns of a matrix, and their values, with their references."""
     x = 4 * torch.randn(rows, first + columns + 64, generator=torch.Generator().manual_seed(11))
@@ -248,6 +287,11 @@ KINDS: dict[Any, tuple[Any, ...]] = {
     compare_gradients: (("bf16", 1, 64, False), ("int8", 2, 64, False), ("int8", 1, 64, True)),
     compare_products: ((1, 40, 64), (70, 130, 200), (64, 128, 1032)),
     compare_fp8_products: ((3, 130, 128), (70, 140, 576)),
+    compare_adapters: (
+        (8, 70, 1040, ((0, 128), (128, 64), (192, 64))),
+        (20, 3, 512, ((64, 128),)),
+        (100, 66, 600, ((0, 256),)),
+    ),
     compare_saved: ((1, 64, 0), (70, 320, 64), (33, 128, 0)),
 }
 

@@ -47,6 +47,19 @@ def update(shape: str, plan: str) -> None:
     compile_kernels.update(shape, plan_of(plan))
 
 
+def adapted(shape: str, plan: str) -> None:
+    """Decode and an update with adapters, and products of many rows."""
+    from jetrl.precision.triton.adapter import project_down, project_up
+
+    for rank in (16, 64):
+        compile_kernels.decode(shape, plan_of(plan), rank, compile_kernels.DECODES[:1])
+    compile_kernels.update(shape, plan_of(plan), 16)
+    for rank, n, k in ((8, 12288, 4096), (100, 768, 1152)):
+        weight, x = compile_kernels.adapter_of(rank, n, k), compile_kernels.empty(5000, k)
+        u = project_down(x, weight.down, weight.arrived)
+        project_up(compile_kernels.empty(5000, n), u, weight.up, weight.columns)
+
+
 def long_update(shape: str, plan: str) -> None:
     """A backward of attention whose dS is too large to be kept, and stems in parts."""
     import torch
@@ -88,7 +101,7 @@ def experts(shape: str, plan: str) -> None:
 
 
 PIECES: dict[str, Callable[[str, str], None]] = {
-    work.__name__: work for work in (decode, prefill, update, long_update, experts)
+    work.__name__: work for work in (decode, prefill, update, adapted, long_update, experts)
 }
 
 

@@ -55,6 +55,7 @@ PORTABLE = (
 # Files whose kernels plans_matrix.py compiles, for any plan.
 PLANS = (
     "kernels/attention/forward_triton.py",
+    "precision/triton/adapter.py",
     "precision/triton/float_tiles.py",
     "precision/triton/grouped_bf16.py",
     "precision/triton/saved.py",
@@ -107,7 +108,7 @@ class Spill(NamedTuple):
 
 
 SPILLS = {
-    "rotary_triton._forward_kernel": Spill(56, 0, "stored once and loaded once"),
+    "rotary_triton._forward_kernel": Spill(72, 0, "stored once and loaded once"),
     "decode_triton._take_verified_kernel": Spill(8, 4, "one program per forward"),
     "sampling._bounds_kernel": Spill(8, 0, "32 warps leave few registers"),
     "int8_planes._wgrad_kernel": Spill(80, 0, "a part of the total, stored and loaded once"),
@@ -117,6 +118,9 @@ SPILLS = {
     "attention_backward._dk_dv_kernel": Spill(288, 128, "mma.sync; none on Hopper"),
     # Of plans_matrix.py.
     "forward_triton.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
+    "int8._squares_kernel": Spill(24, 0, "one tile per program, on sm_103"),
+    "decode.decode_kernel": Spill(80, 29, "keys in BF16 with head_dim 128, on sm_100"),
+    "adapter._down_kernel": Spill(16, 0, "before and after the loop over chunks"),
     "grouped_bf16._wgrad_kernel": Spill(192, 0, "the total, next to all sums, on Hopper"),
     "float_tiles._product_kernel": Spill(16, 0, "before the loop over K"),
     "backward._dkdv_kernel": Spill(600, 320, "mma.sync; with head_dim 64 on sm_120"),

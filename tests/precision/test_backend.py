@@ -69,10 +69,7 @@ def test_a_cpu_computes_the_references() -> None:
 
 
 # Of other plans: what other GPUs than Hopper refuse so far.
-MISSING = {
-    *("project_down", "project_up", "adapted_matmul", "quantized_adapted_matmul"),
-    *("nvfp4_adapted_matmul", "nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad"),
-}
+MISSING = {"nvfp4_adapted_matmul", "nvfp4_order", "nvfp4_matmul", "nvfp4_dgrad"}
 
 
 @of_each
@@ -84,7 +81,9 @@ def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) ->
     functions = inspect.getmembers(protocol, inspect.isfunction)
     names = [name for name, _ in functions if not name.startswith("_")]
     assert len(names) > 10
-    absent = UNDEFINED if backend.defined else DEFINED if backend.adapters else DEFINED | MISSING
+    absent = UNDEFINED if backend.defined else DEFINED
+    if not backend.takes(torch.uint8):
+        absent = absent | MISSING
     names = [name for name in names if name not in absent]
     assert not [name for name in absent if hasattr(table, name)]
     for name in names:
@@ -216,13 +215,20 @@ def test_a_card_with_e4m3_takes_every_plan(preset: str, monkeypatch: pytest.Monk
         check_device(ModelConfig.from_hf(config()), nvfp4, torch.device("cuda", 403))
 
 
-def test_an_adapter_is_refused_on_other_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_an_adapter_is_refused_under_integer_only(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    backends.select_backend()
-    adapter = Adapter.new(ModelConfig.from_hf(config()), LoRA(8, 16.0), seed=0)
-    with pytest.raises(UserError, match=r"RTX 30\) has no kernels for an adapter"):
-        Policy.from_config(config(), "bf16", device=torch.device("cuda", 401), adapter=adapter)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    model, gpu = ModelConfig.from_hf(config()), torch.device("cuda", 401 + capability[0])
+    int8 = PrecisionPlan.preset("int8").replace(grad_output="int8")
+    for plan in (int8, PrecisionPlan.preset("bf16")):
+        backends.select_backend()
+        check_device(model, plan, gpu, adapted=True)
+    backends.select_backend(defined=True)
+    with pytest.raises(UserError, match=r"has no kernels for an adapter under .* = integer"):
+        check_device(model, PrecisionPlan.preset("integer"), gpu, adapted=True)
 
 
 @pytest.mark.parametrize("backend, opened", [("triton", "auto"), ("reference", "reference")])

@@ -31,14 +31,7 @@ from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.vision import ImageTower
 from jetrl.models.weights import Weights
-from jetrl.precision.backend import (
-    HOPPER,
-    REFERENCE,
-    Backend,
-    backend_elsewhere,
-    backend_for,
-    has_kernels,
-)
+from jetrl.precision.backend import REFERENCE, Backend, backend_elsewhere, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.types import ImageSpan
@@ -387,7 +380,7 @@ def check_device(
     if adapted and not backend.adapters:
         raise UserError(
             f"{backend.gpus} has no kernels for an adapter under precision.preset = {plan.name}: "
-            f"use run.device=cpu, or {HOPPER.gpus} and another preset than integer"
+            "use precision.preset = int8, or run.device=cpu"
         )
     if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -231,7 +231,7 @@ def _hopper_defined() -> _OfDefinedPlans:
 def _triton() -> _OfOtherPlans:
     from jetrl.precision.triton import operations
 
-    # Without adapters and NVFP4, which are refused.
+    # Without NVFP4, which is refused.
     return cast(_OfOtherPlans, operations)
 
 
@@ -277,7 +277,6 @@ TRITON = replace(
     dtypes=(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8),
     shared_memory=99 * 2**10,
     multiprocessors=0,
-    adapters=False,
 )
 TRITON_AMPERE = replace(
     TRITON,

@@ -22,8 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,13 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 from jetrl.precision.triton import gluon_names, tile
-from jetrl.precision.triton.launch import (
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-    let_next_start,
-    overlapped,
-    wait_for_previous,
-)
+from jetrl.precision.triton.adapter import CHUNK, project_down_whole
+from jetrl.precision.triton.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
 from jetrl.precision.triton.layout import cdiv, empty_row_groups, is_ragged
 from jetrl.settings.presets import DEFAULT_SCALES
 
@@ -180,7 +173,6 @@ def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.con
     return gl.where(first >= 0, both, y)
 
 
-CHUNK = 512  # along K; pinned, since the bits depend on it
 MOST_ROWS = 4096  # `project_down_rows` takes fewer rows than this
 _FEW_ROWS = 256  # up to this many rows, a program has 16
 _RANKS = 32  # rows of A per program
@@ -459,185 +451,8 @@ def _tile_rows(rows: int) -> int:
     return 16 if rows <= _FEW_ROWS else 64
 
 
-# Pinned: the bits of the GEMMs depend on these.
-_ROWS, _DEPTH, _OUTPUTS = 64, 64, 64
-
-
-@triton.jit
-def _chunk_sum(
-    x_ptr,
-    a_ptr,
-    rows,
-    ranks,
-    chunk,
-    num_rows,
-    num_columns,
-    rank,
-    x_stride,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Return x A^T over one chunk of K, float32 [ROWS, BLOCK_R], accumulated from zero."""
-    total = tl.zeros([ROWS, BLOCK_R], tl.float32)
-    first = chunk * CHUNK
-    for start in tl.range(first, tl.minimum(first + CHUNK, num_columns), DEPTH):
-        depth = start + tl.arange(0, DEPTH)
-        inside = depth < num_columns
-        x = tl.load(
-            x_ptr + rows.to(tl.int64)[:, None] * x_stride + depth[None, :],
-            mask=(rows < num_rows)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        a = tl.load(
-            a_ptr + ranks.to(tl.int64)[:, None] * num_columns + depth[None, :],
-            mask=(ranks < rank)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total = tl.dot(x, a.T, total)
-    return total
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _down_kernel(
-    x_ptr,
-    a_ptr,
-    out_ptr,
-    num_rows,
-    num_columns,
-    rank,
-    x_stride,
-    chunks,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Compute x A^T for ROWS rows of x and BLOCK_R rows of A, over all chunks of K."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    wait_for_previous()
-    let_next_start()
-    total = tl.zeros([ROWS, BLOCK_R], tl.float32)
-    for chunk in range(chunks):
-        total += _chunk_sum(
-            x_ptr,
-            a_ptr,
-            rows,
-            ranks,
-            chunk,
-            num_rows,
-            num_columns,
-            rank,
-            x_stride,
-            CHUNK,
-            ROWS,
-            BLOCK_R,
-            DEPTH,
-        )
-    mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
-    places = rows.to(tl.int64)[:, None] * rank + ranks[None, :]
-    tl.store(out_ptr + places, total.to(tl.bfloat16), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _up_kernel(
-    y_ptr,
-    u_ptr,
-    b_ptr,
-    columns_ptr,
-    num_rows,
-    num_outputs,
-    u_stride,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Add u B^T to ROWS rows and OUTPUTS columns of y, after rounding it to bfloat16."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    first = tl.load(columns_ptr + tl.program_id(1))
-    places = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    wait_for_previous()
-    let_next_start()
-    if first >= 0:
-        # Load y first, since it has the longest latency.
-        y = tl.load(y_ptr + places, mask=inside, other=0.0)
-        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        for start in tl.static_range(0, RANK, BLOCK_R):
-            ranks = start + tl.arange(0, BLOCK_R)
-            u = tl.load(
-                u_ptr + rows.to(tl.int64)[:, None] * u_stride + (first + ranks)[None, :],
-                mask=(rows < num_rows)[:, None] & (ranks < RANK)[None, :],
-                other=0.0,
-            )
-            b = tl.load(
-                b_ptr + outputs.to(tl.int64)[:, None] * RANK + ranks[None, :],
-                mask=(outputs < num_outputs)[:, None] & (ranks < RANK)[None, :],
-                other=0.0,
-            )
-            total = tl.dot(u, b.T, total)
-        added = total.to(tl.bfloat16).to(tl.float32)
-        tl.store(y_ptr + places, (y.to(tl.float32) + added).to(tl.bfloat16), mask=inside)
-
-
 def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
     """`precision.adapter.project_down` on Hopper."""
     if len(x) < MOST_ROWS:
         return project_down_rows(x, down, arrived)
     return project_down_whole(x, down)
-
-
-def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], with one program per tile for all chunks of K."""
-    (num_rows, num_columns), rank = x.shape, len(down)
-    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
-    block = min(128, 1 << (rank - 1).bit_length())
-    if num_rows:
-        _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
-            x,
-            down,
-            out,
-            num_rows,
-            num_columns,
-            rank,
-            x.stride(0),
-            cdiv(num_columns, CHUNK),
-            CHUNK,
-            _ROWS,
-            block,
-            _DEPTH,
-            num_warps=4,
-            num_stages=4,
-            enable_fp_fusion=False,
-            **overlapped(),
-        )
-    return out
-
-
-def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tensor:
-    """`precision.adapter.project_up` on Hopper."""
-    num_rows, num_outputs = y.shape
-    assert (y.dtype, y.is_contiguous(), len(up)) == (torch.bfloat16, True, num_outputs)
-    rank = up.shape[1]
-    if num_rows:
-        _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](
-            y,
-            u,
-            up,
-            columns,
-            num_rows,
-            num_outputs,
-            u.stride(0),
-            rank,
-            _ROWS,
-            _OUTPUTS,
-            min(64, 1 << (rank - 1).bit_length()),
-            num_warps=4,
-            enable_fp_fusion=False,
-            **overlapped(),
-        )
-    return y

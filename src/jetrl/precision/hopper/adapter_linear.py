@@ -18,7 +18,6 @@ from jetrl.precision.hopper.adapter import (
     project_down_hopper,
     project_down_quantize,
     project_down_rows,
-    project_up_hopper,
     ready_word,
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
@@ -27,6 +26,7 @@ from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.nvfp4 import OrderedNVFP4
 from jetrl.precision.quantize import QTensor
+from jetrl.precision.triton.adapter import project_up
 from jetrl.precision.triton.quantize import quantize_rows
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def adapted_matmul(
         rows, codes, scales = row_operand(a)
         return rows_matmul(rows, codes, scales, b, adapter=operands), u
     u = project_down_hopper(values, adapter.down, adapter.arrived)
-    return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
+    return project_up(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
 
 def quantized_adapted_matmul(
@@ -86,7 +86,7 @@ def quantized_adapted_matmul(
         operands = AdapterOperands(u, adapter.up, adapter.columns)
         rows, codes, a_scales = row_operand(a)
         return rows_matmul(rows, codes, a_scales, b, adapter=operands), u
-    return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
+    return project_up(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
 
 def nvfp4_adapted_matmul(
@@ -99,4 +99,4 @@ def nvfp4_adapted_matmul(
         u, operands = _project_down_signaled(x, adapter)
         return nvfp4_rows_matmul(x, w, adapter=operands), u
     u = project_down_hopper(x, adapter.down, adapter.arrived)
-    return project_up_hopper(nvfp4_matmul_hopper(x, w), u, adapter.up, adapter.columns), u
+    return project_up(nvfp4_matmul_hopper(x, w), u, adapter.up, adapter.columns), u

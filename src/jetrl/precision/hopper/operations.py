@@ -7,7 +7,6 @@ from __future__ import annotations
 from jetrl.precision.triton.operations import *  # isort: skip
 
 from jetrl.precision.hopper.adapter import project_down_hopper as project_down
-from jetrl.precision.hopper.adapter import project_up_hopper as project_up
 from jetrl.precision.hopper.adapter_linear import (
     adapted_matmul,
     nvfp4_adapted_matmul,

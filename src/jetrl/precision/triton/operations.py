@@ -7,6 +7,12 @@ The names are those that `precision.backend.Arithmetic` declares.
 
 from __future__ import annotations
 
+from jetrl.precision.triton.adapter import (
+    adapted_matmul,
+    project_down,
+    project_up,
+    quantized_adapted_matmul,
+)
 from jetrl.precision.triton.add import add_products
 from jetrl.precision.triton.bf16 import bf16_matmul_free
 from jetrl.precision.triton.expert_rows import combine, combine_backward, group_rows, sum_slots
