@@ -19,7 +19,7 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 from jetrl.runs.report import write_report
 from jetrl.runs.schemas import ROLLOUT_LINE
-from jetrl.session.open import check_run
+from jetrl.session.open import RunContext, check_run
 
 TASK = """
 from jetrl.tasks.shapes import Shapes
@@ -130,16 +130,23 @@ def test_completions_that_cross_steps_keep_their_positions(
 def test_the_memory_plan_counts_tokens_of_images(
     family: str, words: list[str], tmp_path: Path
 ) -> None:
-    def prefilled(most: int) -> int:
+    def checked(most: int) -> RunContext:
         area = {"shortest_edge": 256, "longest_edge": most}
         change(tmp_path / "model" / "preprocessor_config.json", size=area)
         with contextlib.ExitStack() as stack:
-            rows = check_run(demo(words, tmp_path), stack).memory.plan.rows
-        (row,) = (row.what for row in rows if "prompt tokens" in row.what)
-        return int(row.split()[3])
+            return check_run(demo(words, tmp_path), stack)
+
+    def numbers(run: RunContext, what: str) -> list[int]:
+        (row,) = (row.what for row in run.memory.plan.rows if what in row.what)
+        return [int(word) for word in row.split() if word.isdecimal()]
 
     # Four prompts with a picture of 96 x 96 pixels each: 4 and 16 tokens.
-    assert prefilled(1024) - prefilled(256) == 4 * 12
+    small, large, bounded = checked(256), checked(1024), checked(4 * 96 * 96)
+    counts = [numbers(run, "prompt tokens")[0] for run in (small, large)]
+    assert counts[1] - counts[0] == 4 * 12
+    assert [numbers(run, "image tower: a forward") for run in (small, large)] == [[4], [16]]
+    note = "images have up to 144 tokens, and preprocessor_config.json allows 576: max_pixels"
+    assert [note in " ".join(run.notes) for run in (large, bounded)] == [False, True]
 
 
 @pytest.mark.parametrize(

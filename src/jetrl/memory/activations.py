@@ -271,6 +271,13 @@ def image_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
     return tokens * (features + turns)
 
 
+def tower_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
+    """Return the bytes of activations of the image tower for an image of this many tokens."""
+    if config.vision is None or not tokens:
+        return 0
+    return config.vision.forward_bytes(tokens, config.hidden_size, activation_bytes(plan))
+
+
 def _saved_codes(half: LayerHalf, plan: PrecisionPlan) -> SavedCodes:
     """Return what half a layer saves as codes under a plan."""
     codes = None if plan.saved == "off" else half.saved_codes

@@ -159,6 +159,11 @@ def _does_not_fit(run: PlannedRun, free: int) -> DoesNotFitError:
         f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
     )
     ways = _ways(run, free)
+    if run.load.image:
+        why += (
+            f" (the largest image has {run.load.image} tokens: max_pixels or size in "
+            "preprocessor_config.json would bound them)"
+        )
     nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
     advice = "\n".join(map(str, ways)) or nothing
     return DoesNotFitError(

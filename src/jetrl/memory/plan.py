@@ -100,6 +100,7 @@ class Workload:
             continued completions).
         most_held: Maximum tokens of all sequences together; None if all may be the longest.
         prompt: Tokens of the longest prompt.
+        image: Tokens of the largest image.
         reference: Whether an update without sampling forwards a frozen reference (DPO).
     """
 
@@ -111,6 +112,7 @@ class Workload:
     continues: bool = False
     most_held: int | None = None
     prompt: int = 0
+    image: int = 0
     reference: bool = False
 
     @staticmethod
@@ -119,6 +121,7 @@ class Workload:
         config: ModelConfig,
         longest_prompt: int | None = None,
         max_turns: int | None = None,
+        largest_image: int = 0,
     ) -> Workload:
         """Return the largest workload of a reinforcement learning step.
 
@@ -140,6 +143,7 @@ class Workload:
             prompts=prompts * prompt,
             continues=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
             prompt=prompt,
+            image=largest_image,
         )
 
     @staticmethod
@@ -364,6 +368,7 @@ class MemoryPlan:
             "features of images, if all tokens have them",
             {at: activations.image_bytes(config, self._plan, n) for at, n in seen.items()},
         )
+        self._add_tower_forward("", config, "rollout")
 
     def _add_decode(self) -> None:
         """Add decode's CUDA graphs, which keep the activations of the largest batch, and drafts.
@@ -382,6 +387,10 @@ class MemoryPlan:
         decode = dict.fromkeys(kept, graphs) | {"rollout": graphs + load.sequences * logit}
         self._add("decode's graphs and logits", decode)
         self._add("text of drafts", dict.fromkeys(kept, text))
+
+    def _add_tower_forward(self, whose: str, config: ModelConfig, moment: Moment) -> None:
+        size = activations.tower_bytes(config, self._plan, self._load.image)
+        self._add(f"{whose}image tower: a forward of {self._load.image} tokens", {moment: size})
 
     def _forward_bytes(self, tokens: int, contexts: int = 0, splits: int = 1) -> int:
         """Return the bytes of a forward of the policy during sampling."""
@@ -410,6 +419,10 @@ class MemoryPlan:
                 logits = min(MOST_LOGITS, most * others.teacher.vocab_size)
                 size = max(size, 4 * COPIES * logits)
             self._add(f"teacher: a forward of {most} tokens", size, "backward")
+            self._add_tower_forward("teacher: ", others.teacher, "backward")
+        if self._has_reference and others.reference is not None:
+            moment: Moment = "reference" if "reference" in self._moments else "backward"
+            self._add_tower_forward("reference: ", others.reference, moment)
         if "reference" in self._moments:
             reference = self._others.reference or self._config
             size = activations.forward_bytes(reference, self._plan, tokens)

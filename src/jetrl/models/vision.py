@@ -37,12 +37,14 @@ class ImageReader(Protocol):
         mark: The token that has a feature in its place.
         place: The text of an image's place, with one `mark`, in the family's chat template.
         prefix: The module of the tower in checkpoints, with a dot.
+        bound: The keys of preprocessor_config.json that bound an image's features.
     """
 
     tokens: ClassVar[tuple[str, ...]]
     mark: ClassVar[str]
     place: ClassVar[str]
     prefix: ClassVar[str]
+    bound: ClassVar[str]
 
     @staticmethod
     def modules(shape: Any, width: int) -> nn.Module:
@@ -62,6 +64,11 @@ class ImageReader(Protocol):
         ...
 
     def num_features(self, image: Image) -> int: ...
+
+    @property
+    def most_features(self) -> int:
+        """The features of the largest image that the processor allows."""
+        ...
 
     def grid(self, image: Image) -> tuple[int, int] | None:
         """Return the rows and columns of features with M-RoPE; None without it."""
@@ -147,6 +154,16 @@ class ImageTower:
     def num_features(self, image: Image) -> int:
         """Return how many tokens have features of an image in their places."""
         return self._reader.num_features(image)
+
+    @property
+    def most_features(self) -> int:
+        """The tokens of the largest image that preprocessor_config.json allows."""
+        return self._reader.most_features
+
+    @property
+    def bound(self) -> str:
+        """The keys of preprocessor_config.json that bound an image's tokens."""
+        return self._reader.bound
 
     def spans(
         self, token_ids: Sequence[int], images: Sequence[Image], where: str

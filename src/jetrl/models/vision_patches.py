@@ -41,7 +41,7 @@ class PatchReader:
 
     tokens = (_START, _END, _MARK, VIDEO)
     mark, place = _MARK, _START + _MARK + _END
-    prefix = "visual."
+    prefix, bound = "visual.", "max_pixels, or size.longest_edge,"
 
     def __init__(self, shape: GridShape, processor: Json) -> None:
         self._shape = shape
@@ -76,6 +76,11 @@ class PatchReader:
     def num_features(self, image: Image) -> int:
         rows, columns = self.grid(image)
         return rows * columns
+
+    @property
+    def most_features(self) -> int:
+        most: int = self._processor.size.longest_edge // self._shape.side**2
+        return most
 
     def grid(self, image: Image) -> tuple[int, int]:
         """Return the rows and columns of an image's features.

@@ -60,6 +60,15 @@ class VisionShape(Stored, extra="ignore"):
         """The tokens of videos, which are not read."""
         return frozenset()
 
+    def forward_bytes(self, num_features: int, width: int, itemsize: int) -> int:
+        """Return the bytes of activations while the tower computes the features of an image.
+
+        They are those of transformers' modules where most are held: at the rotary positions or the
+        end of attention, or in the MLP. `width` is that of the language model, `itemsize` the bytes
+        of a value. `tests/memory/test_towers.py` compares them with measurements.
+        """
+        raise NotImplementedError
+
     def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
         """Return words for sizes that do not fit the language model; None if all do."""
         return None
@@ -111,6 +120,13 @@ class TiledShape(VisionShape):
         tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         tower |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
         return {"vision_config": tower, "scale_factor": 2}
+
+    def forward_bytes(self, num_features: int, width: int, itemsize: int) -> int:
+        tower = self.vision_config
+        pixels = tower.num_channels * tower.patch_size**2
+        layer = max(8 * tower.hidden_size, 4 * tower.hidden_size + 2 * tower.intermediate_size)
+        # Tile by tile; features of all tiles stay.
+        return itemsize * (self._patches**2 * (pixels + layer) + num_features * width)
 
     @property
     def _patches(self) -> int:
@@ -166,6 +182,27 @@ class GridShape(VisionShape):
     def video_tokens(self) -> frozenset[int]:
         return frozenset({self.video_token_id})
 
+    def forward_bytes(self, num_features: int, width: int, itemsize: int) -> int:
+        tower, hidden = self.vision_config, self.vision_config.hidden_size
+        pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        # In float32: queries and keys with what their rotation makes, and its angles.
+        rotated = 5 * itemsize * hidden + 4 * 6 * hidden
+        layer = max(rotated, itemsize * max(10 * hidden, self._mlp_values))
+        angles = 2 * 4 * hidden // tower.num_heads
+        patch = itemsize * pixels + layer + angles + self._position_bytes
+        features = itemsize * width * (1 + self.deep_layers)
+        return num_features * (tower.spatial_merge_size**2 * patch + features)
+
+    @property
+    def _mlp_values(self) -> int:
+        """The values of a patch in the MLP of a layer."""
+        raise NotImplementedError
+
+    @property
+    def _position_bytes(self) -> int:
+        """The bytes of a patch's learned position."""
+        return 0
+
     def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
         if sum(self.mrope_section) != head_dim // 2:
             return (
@@ -216,6 +253,10 @@ class WindowShape(GridShape):
             "vision_config": {**_tiny_grid(width), "window_size": 16, "fullatt_block_indexes": [1]},
             "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": sections}},
         }
+
+    @property
+    def _mlp_values(self) -> int:
+        return 3 * (self.vision_config.hidden_size + self.vision_config.intermediate_size)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -276,6 +317,14 @@ class DeepShape(GridShape):
             },
             "text_config": {"rope_scaling": rope},
         }
+
+    @property
+    def _mlp_values(self) -> int:
+        return 3 * self.vision_config.hidden_size + 2 * self.vision_config.intermediate_size
+
+    @property
+    def _position_bytes(self) -> int:
+        return 4 * self.vision_config.hidden_size  # float32
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class TileReader:
         *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
     )
     mark = place = IMAGE_MARK
-    prefix = "model."
+    prefix, bound = "model.", "do_image_splitting, or size.longest_edge,"
     modules = staticmethod(_Modules)
 
     def __init__(self, shape: TiledShape, processor: Json) -> None:
@@ -84,6 +84,12 @@ class TileReader:
 
     def num_features(self, image: Image) -> int:
         rows, columns = self._tiles(image)
+        return self._shape.tokens * (rows * columns + 1)
+
+    @property
+    def most_features(self) -> int:
+        edge = self._processor.size["longest_edge"]
+        _, rows, columns = self._processor.get_number_of_image_patches(edge, edge)
         return self._shape.tokens * (rows * columns + 1)
 
     def grid(self, image: Image) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +133,22 @@ def read_reference(settings: Settings, policy: Policy) -> Policy | None:
     reference = _frozen(settings, policy, path)
     _check_vocabulary(policy, reference, f"reference.path = {path}")
     return reference
+
+
+def largest_image(model: Model, prompts: Iterable[PromptInputs]) -> int:
+    """Return the most tokens of an image in the prompts; 0 without images."""
+    images = (span.image for prompt in prompts for span in prompt.images)
+    return 0 if model.tower is None else max(map(model.tower.num_features, images), default=0)
+
+
+def image_bound(model: Model, largest: int) -> Iterator[str]:
+    """Yield a note if images of four times as many tokens as the `largest` are allowed."""
+    if model.tower is not None and 0 < 4 * largest <= model.tower.most_features:
+        yield (
+            f"images have up to {largest:,} tokens, and preprocessor_config.json allows "
+            f"{model.tower.most_features:,}: {model.tower.bound} there bounds the memory that a "
+            "larger one takes"
+        )
 
 
 def check_image_tokens(

@@ -43,6 +43,8 @@ from jetrl.session.building import (
     device_of,
     dpo_reference,
     end_token_notes,
+    image_bound,
+    largest_image,
     read_reference,
     teacher_prompts,
     value_model,
@@ -239,7 +241,9 @@ def check_run(
     eval_prompts = _eval_prompts(settings, policy, task) if evaluates else []
     # Only the policy reads eval prompts; other models read the training prompts.
     _check_contexts(settings, config, others, _longest(prompts))
-    load = Workload.of(settings, config, _longest([*prompts, *eval_prompts]), max_turns)
+    read = [*prompts, *eval_prompts]
+    largest = largest_image(policy, [prompt.inputs for prompt in read])
+    load = Workload.of(settings, config, _longest(read), max_turns, largest)
     run = RunContext(
         settings=settings,
         machine=machine,
@@ -248,7 +252,7 @@ def check_run(
         prompts=prompts,
         eval_prompts=eval_prompts,
         memory=_planned(settings, config, others, load, machine),
-        notes=[*notes, epoch],
+        notes=[*notes, epoch, *image_bound(policy, largest)],
         objective=objective,
         max_turns=max_turns,
     )
