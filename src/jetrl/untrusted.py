@@ -5,16 +5,18 @@ them. Other commands may read a run from elsewhere: they import only files typed
 or trusted with --trust-task. Each import of a user's file calls `check_trusted` first. A program
 that uses jetrl as a library trusts every file.
 
-A score, a chat template or a regular expression can run for years or fill the memory, and Python
-cannot interrupt it. Such code runs in a fresh interpreter with its own session, which Ctrl-C does
-not reach. The system's timer of CPU time ends the process, so a busy machine changes no verdict;
-the limit on address space hurts no other process. Scoring workers (tasks/sandbox) use these limits
-with their own protocol; `LimitedProcess` answers one request after the other.
+A score, a chat template, a regular expression or a decoder of images can run for years, fill the
+memory or crash, and Python cannot interrupt it. Such code runs in a fresh interpreter with its own
+session, which Ctrl-C does not reach. The system's timer of CPU time ends the process, so a busy
+machine changes no verdict; the limit on address space hurts no other process. Scoring workers
+(tasks/sandbox) use these limits with their own protocol; `LimitedProcess` answers one request after
+the other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -66,7 +68,8 @@ def limit_cpu(seconds: float) -> None:
 class LimitedProcess:
     """A process that answers requests in `limit_s` s of CPU time each, restarted after its end.
 
-    `function` is the `module:name` of a function from a JSON value to another.
+    `function` is the `module:name` of a function from a JSON value to another, or to bytes. If a
+    request comes with bytes, they are its argument `attached`.
     """
 
     def __init__(self, function: str, limit_s: float, memory_mib: int) -> None:
@@ -76,10 +79,11 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def answer(self, request: bytes) -> Any:
+    def answer(self, request: bytes, attached: bytes | None = None, most_bytes: int = 0) -> Any:
         """Return the function's value for a request, which is one line of JSON.
 
-        Raise `LimitError` for an error, too much time or memory, or a far larger value.
+        Raise `LimitError` for an error, too much time or memory, a far larger value, or more than
+        `most_bytes` bytes.
         """
         most = 2**16 + 8 * len(request)
         with self._lock:
@@ -87,9 +91,11 @@ class LimitedProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
+                process.stdin.write(b"%d\n" % (-1 if attached is None else len(attached)))
                 process.stdin.write(request + b"\n")
+                process.stdin.write(attached or b"")
                 process.stdin.flush()
-                reply = _read_reply(process.stdout, most)
+                reply = _read_reply(process.stdout, most, most_bytes)
             except (BrokenPipeError, ValueError):
                 raise LimitError(self._why_ended(process)) from None
             except BaseException:  # too long, or Ctrl-C between a request and its reply
@@ -118,37 +124,50 @@ class LimitedProcess:
         return f"its process ended ({process.returncode}), for lack of memory or by a crash"
 
 
-def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
+def _read_reply(stream: IO[bytes], most: int, most_bytes: int) -> dict[str, Any]:
     line = stream.readline(most + 1)
     if len(line) > most:
         raise LimitError(f"it gives a text of more than {most:,} bytes")
     reply = json.loads(line)  # an error if the process ended
-    if not isinstance(reply, dict) or not ({"value", "error"} & reply.keys()):
+    if not isinstance(reply, dict) or not ({"value", "error", "bytes"} & reply.keys()):
         raise ValueError("not a reply")
+    if "bytes" in reply:
+        size = reply["bytes"]
+        if not isinstance(size, int) or not 0 <= size <= most_bytes:
+            raise LimitError(f"it gives more than {most_bytes:,} bytes")
+        reply["value"] = stream.read(size)
+        if len(reply["value"]) < size:
+            raise ValueError("the process ended")
     return reply
 
 
-def serve(function: Callable[[Any], Any], limit_s: float, memory_mib: int) -> None:
+def serve(function: Callable[..., Any], limit_s: float, memory_mib: int) -> None:
     """Answer requests on standard input: the child's side of `LimitedProcess`."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limit_memory(memory_mib)
-    for line in sys.stdin.buffer:
+    for header in sys.stdin.buffer:
+        line, size, call = sys.stdin.buffer.readline(), int(header), function
+        if size >= 0:
+            call = functools.partial(function, attached=sys.stdin.buffer.read(size))
         limit_cpu(limit_s)
-        reply = _reply(function, line)
+        reply = _reply(call, line)
         limit_cpu(0)
-        replies.write(reply + b"\n")
+        replies.write(reply)
         replies.flush()
 
 
 def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
     try:
-        return json.dumps({"value": function(json.loads(line))}).encode()
+        value = function(json.loads(line))
+        if isinstance(value, bytes):
+            return b'{"bytes": %d}\n%b' % (len(value), value)
+        return json.dumps({"value": value}).encode() + b"\n"
     except MemoryError:
-        return b'{"error": "it takes too much memory"}'
+        return b'{"error": "it takes too much memory"}\n'
     except Exception as error:  # code from elsewhere may raise anything
         text = str(error)[:_MOST_ERROR] or type(error).__name__
-        return json.dumps({"error": text}).encode()
+        return json.dumps({"error": text}).encode() + b"\n"
 
 
 @contextlib.contextmanager

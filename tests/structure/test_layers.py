@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in ("errors", "randomness")},
     **{part: {"errors"} for part in ("files", "untrusted")},
     **{part: {"errors", "files"} for part in ("settings", "distributed")},
-    "types": {"errors"},
+    "types": {"errors", "untrusted"},
     **dict.fromkeys(("precision", "tasks", "runs"), BASE),
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

@@ -8,13 +8,13 @@ import pickle
 import struct
 import tracemalloc
 import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image as Pillow
-from PIL import ImageFile
 
 from jetrl.errors import UserError
 from jetrl.models.vision import READERS
@@ -24,6 +24,7 @@ from jetrl.tasks.sandbox.worker import Item
 from jetrl.tasks.shapes import COLORS
 from jetrl.types import IMAGE_MARKS
 from jetrl.types.images import decoded
+from jetrl.untrusted import LimitedProcess, LimitError
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"  # of Qwen-VL
 
@@ -215,10 +216,47 @@ def test_a_file_of_few_bytes_and_many_pixels_is_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jetrl.types.images.MOST_PIXELS", 47)
-    (tmp_path / "a.png").write_bytes(file_of())
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    (tmp_path / "a.png").write_bytes(file_of()[:-30])  # damaged, as decoding would tell
     with pytest.raises(UserError, match="8 x 6 pixels; at most 47"):
         read_prompts(get_task(write(tmp_path, image="a.png")), "train")
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        ("hungry", "it takes too much memory"),
+        ("endless", "it takes more than 0.5 s of CPU time"),
+        ("crashing", r"its process ended \(-6\), for lack of memory or by a crash"),
+    ],
+)
+def test_a_decoder_that_fails_is_an_error_of_one_file(
+    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").write_bytes(file_of())
+    task = get_task(write(tmp_path, images=["a.png"]))
+    name = f"tests.tasks.decoders:{function}"
+    with closing(LimitedProcess(name, 0.5, 256)) as process, monkeypatch.context() as patched:
+        patched.setattr("jetrl.types.images._checks", lambda: process)
+        where = r"train.jsonl, line 1: column 'images', number 0: cannot be decoded: "
+        with pytest.raises(UserError, match=where + message):
+            read_prompts(task, "train")
+    (image,) = read_prompts(get_task(str(tmp_path)), "train")[0].images
+    with closing(LimitedProcess(name, 0.5, 256)) as process:
+        monkeypatch.setattr("jetrl.types.images._decodes", lambda: process)
+        with pytest.raises(UserError, match=f"image: cannot be decoded: {message}"):
+            decoded(image)
+
+
+def test_bytes_go_to_the_limited_process_and_come_back() -> None:
+    data = bytes(range(256)) * 2**12
+    with closing(LimitedProcess("tests.tasks.decoders:short", 10, 256)) as process:
+        assert process.answer(b'{"size": 1000000}', data, most_bytes=10**6) == data[: 10**6]
+        with pytest.raises(LimitError, match="it gives more than 999 bytes"):
+            process.answer(b'{"size": 1000}', data, most_bytes=999)
+        assert process.answer(b'{"size": 1}', b"", most_bytes=1) == b""
+        with pytest.raises(LimitError, match="attached"):
+            process.answer(b'{"size": 1}')
+        assert process.answer(b'{"size": 9}', b"\n7\n8", most_bytes=9) == b"\n7\n8"
 
 
 def test_shapes_are_what_the_answers_say() -> None:
@@ -295,8 +333,8 @@ def test_images_of_rows_are_decoded_once_and_their_files_stay_on_the_disk(
         Pillow.new("RGB", (100, 100), (n, n, n)).save(tmp_path / f"{n}.bmp")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = []
-    load = ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loaded.append(1) or load(self))
+    answer = LimitedProcess.answer
+    monkeypatch.setattr(LimitedProcess, "answer", lambda *given: loaded.append(1) or answer(*given))
     task = get_task(str(tmp_path / "rows.jsonl"))
     prompts = [prompt for split in ("train", "test") for prompt in read_prompts(task, split)]
     assert (len(prompts), len(loaded)) == (20, 20)
