@@ -104,6 +104,17 @@ study)
 images)
     bench step_images step --shape qwen2.5-vl-3b --plan bf16 --plan int8 --image-side 448 \
         --prompts 32 --samples 8 --prompt-length 512 --response-length 1024 ;;
+# A start that sees drawn shapes, the 20 runs of shapes.toml from it, and answers with swapped images of a
+# run that is made again; about 900 s, not timed. MINUTES is for the runs of this call: 9 unless it is
+# given, less in the first call, which trains the start (a guess: 240 s). Exit code 75: runs are left,
+# again until it exits with 0. Needs build/smollm2 (docs/smollm2.md).
+shapes)
+    start=build/shapes-start run=grpo-s1
+    [ -f $start/start.json ] || "$python" -m benchmarks.shapes_start build/smollm2 $start
+    JOBS=${JOBS:-10} sh "$0" study benchmarks/study/shapes.toml "${MINUTES:-9}"
+    "$python" -m jetrl train studies/shapes/recipes/$run.toml run.dir=runs run.name=shapes
+    "$python" -m benchmarks.swapped_images $start runs/shapes/model --run runs/shapes \
+        --out "$out/swapped_images.json" ;;
 # Without a GPU: most of these commands with a tiny model.
 try)
     tiny="--shape tiny --layers 1 --device cpu --plan unified"
@@ -119,6 +130,8 @@ try)
         --tokens 32 --length 32
     bench try-images step --shape tiny-vl --device cpu --plan int8 $size --image-side 32 \
         --prompts 2 --samples 2 --prompt-length 24 --response-length 16
+    "$python" -m benchmarks.shapes_start tiny "$out/try-shapes" --device cpu --until 0.01
+    "$python" -m benchmarks.swapped_images "$out/try-shapes" --out "$out/try-swapped.json"
     bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1 ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'

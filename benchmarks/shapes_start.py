@@ -48,7 +48,7 @@ from jetrl.tasks.shapes import Shapes
 from jetrl.types import IMAGE_MARK, Prompt
 from jetrl.types.images import decoded
 
-OPTIONS: dict[str, Any] = {"count": 8000, "most": 3}
+OPTIONS: dict[str, Any] = {"count": 20_000, "ask": ["color", "place"], "most": 3}
 TINY_OPTIONS: dict[str, Any] = {"count": 3000, "size": 48, "ask": ["color"], "most": 2}
 _SIDE = 3  # features of a side, one for each cell of the canvas
 _SCALE = 2  # patches of a feature's side
@@ -235,9 +235,9 @@ def train(
         if update % args.every:
             continue
         reached, seconds = accuracy(model, tests), time.perf_counter() - started
-        curve.append([update, round(float(loss), 4), round(reached, 4)])
+        curve.append([update, round(loss.item(), 4), round(reached, 4)])
         print(
-            f"update {update:5}  loss {loss:.4f}  accuracy {reached:.1%}  {seconds:.0f} s",
+            f"update {update:5}  loss {loss.item():.4f}  accuracy {reached:.1%}  {seconds:.0f} s",
             flush=True,
         )
         if reached >= args.until:
@@ -255,21 +255,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="the directory to write")
     parser.add_argument("--options", type=json.loads, help="task.options, as JSON")
     parser.add_argument("--mistakes", type=float, default=0.4, help="share of wrong answers")
-    parser.add_argument("--until", type=float, default=0.5)
+    parser.add_argument("--until", type=float)
     parser.add_argument("--updates", type=int, default=6000, help="after which it has failed")
     parser.add_argument("--every", type=int, default=20, help="updates between evaluations")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float, help="of the language model")
     parser.add_argument("--tower-lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its products do not repeat
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if args.device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products do not repeat
+        torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(args.seed)
     tiny = args.language == "tiny"
     options = args.options or (TINY_OPTIONS if tiny else OPTIONS)
-    args.lr = args.lr or (1e-3 if tiny else 1e-4)
+    args.lr = args.lr or (1e-3 if tiny else 3e-4)
+    args.batch = args.batch or (32 if tiny else 128)
+    args.until = args.until or (0.5 if tiny else 0.52)
     width, layers = (64, 2) if tiny else (192, 4)
     task = Shapes(**options)
     with tempfile.TemporaryDirectory() as scratch:
