@@ -103,6 +103,18 @@ def test_odd_values_and_damaged_lines(make_run, undrawn):
         write_report(path)
 
 
+def test_a_completion_without_a_reward_is_shown_as_such(make_run, undrawn):
+    path = make_run(steps=1)
+    rollouts = path / "rollouts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in rollouts.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line.update(reward=None, failure="ValueError: no answer")
+    rollouts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = Page(path)
+    assert "reward none" in page.text
+    assert "not scored: ValueError: no answer" in page.text
+
+
 def test_drafts_are_shown_of_a_run_that_verifies_some(synthetic, create, undrawn):
     with create() as run:
         for step, tokens in ((1, 1.25), (2, 1.75)):

@@ -244,8 +244,10 @@ def _samples(run: RunDirectory, config: Record) -> Html:
 
 
 def _sample(record: Record, pictures: Html = Html("")) -> Html:
-    reward = float(record.get("reward", 0.0))
-    tone = "good" if reward > 0 else "bad" if record.get("failure") or reward < 0 else ""
+    # A completion that no reward function or harness scored has none.
+    reward = record.get("reward", 0.0)
+    is_bad = bool(record.get("failure")) or (reward or 0.0) < 0
+    tone = "good" if (reward or 0.0) > 0 else "bad" if is_bad else ""
     facts = [f"{len(record.get('token_ids', ()))} tokens"]
     if len(record.get("turns") or ()) > 1:
         facts.append(f"{len(record['turns'])} turns")
