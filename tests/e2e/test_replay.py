@@ -219,8 +219,12 @@ def test_a_cut_run_resumes_with_its_buffer(replayed: RunResult, tmp_path: Path) 
     # `jetrl replay` repeats the last steps with the buffer too, in a copy.
     shutil.rmtree(sorted((cut / "checkpoints").glob("step_*"))[-1])
     assert main(["replay", str(cut), "--trust-task"]) == 0
-    # Without its rollouts, the buffer cannot be read back.
-    (cut / "rollouts" / "step_000001.jsonl").unlink()
+    # The buffer is read back from the rollouts, if they are those that the step trained on.
+    first = cut / "rollouts" / "step_000001.jsonl"
+    changed(lambda lines: lines[3].update(reward=7.0))(first)
+    with pytest.raises(UserError, match="its rewards are not those that step 1"):
+        run(tmp_path, "cut", *words, resume=True)
+    first.unlink()
     with pytest.raises(UserError, match="no rollouts of step 1"):
         run(tmp_path, "cut", *words, resume=True)
 

@@ -250,8 +250,13 @@ class ReplayBuffer:
 
     def load(self, run: RunDirectory, step: int) -> None:
         """Read back the last steps of a run that is resumed after `step`."""
+        if not self.num_steps:
+            return
+        read = world().from_first
+        lines = read("replayed digests", lambda: digested_lines(run.metrics()))
         for number in range(max(1, step - self.num_steps + 1), step + 1):
-            self.add(number, world().from_first("replay", partial(read_samples, run, number)))
+            digest = lines.get(("rl", number))
+            self.add(number, read("replay", partial(read_samples, run, number, digest)))
 
     def with_earlier(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return the samples of a step and those of the buffer, in turn by groups.
