@@ -50,7 +50,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def training_of(policy: Policy, **sizes: int) -> Iterator[Training]:
+def training_of(policy: Policy, **sizes: Any) -> Iterator[Training]:
     engine = RolloutEngine(policy, **{"max_batch_size": 8, **sizes})
     source = EpisodeSource(engine, policy, max_choices=64)
     try:
@@ -147,6 +147,29 @@ def test_requests_wait_for_a_window_and_have_one_version(training: Training) -> 
         with pytest.raises(AssertionError, match="the server is stopping"):
             last.result(10)
     assert server.http.get("/health").status_code == 503
+
+
+def test_with_drafts_requests_of_other_distributions_wait(
+    training: Training, policy: Policy
+) -> None:
+    """Drafts need one distribution at a time; neither an episode nor a client is refused for it."""
+    clients = [{"temperature": 0.5}, {"top_p": 0.7}, {"temperature": 0.5, "max_tokens": 9}]
+
+    def work(of: Training, name: str) -> list[Callable[[], Any]]:
+        def ask(more: Any) -> Any:
+            body = {"prompt": "a", "max_tokens": 40, "seed": 1, "return_token_ids": True, **more}
+            return of.server.json("/v1/completions", body)["choices"][0]["token_ids"]
+
+        episode = of.open(name)
+        return [
+            lambda: ids_of(talk(episode, 3)),
+            *(functools.partial(ask, more) for more in clients),
+        ]
+
+    expected = training.window(*work(training, "x"))
+    with training_of(policy, speculation="text") as drafting:
+        assert drafting.window(*work(drafting, "x")) == expected
+        assert not drafting.source.num_held
 
 
 def test_an_error_of_the_training_ends_the_requests_that_run(training: Training) -> None:

@@ -94,8 +94,6 @@ class Generation:
         """Check and add the samples of a prompt; see `RolloutEngine.add`."""
         scheduler = self.scheduler
         allocator = scheduler.allocator
-        # With drafts, the sequence of a row is not known in advance.
-        alike = attrgetter("temperature", "token_filter", "truncated_logprobs")
         first = next(chain(scheduler.running, scheduler.waiting, group)).params
         for sequence in group:
             problem = too_small(
@@ -106,12 +104,22 @@ class Generation:
             )
             if problem:
                 raise UserError(problem)
-            if self.drafts is not None and alike(sequence.params) != alike(first):
+            if not self._together(sequence.params, first):
                 raise UserError(
                     "prompts that are sampled together with speculation need the same "
                     "temperature, top_p, top_k, min_p and truncated_logprobs"
                 )
         scheduler.add(group)
+
+    def takes(self, params: SamplingParams) -> bool:
+        """Return True if `add` takes sequences with these parameters now."""
+        present = chain(self.scheduler.running, self.scheduler.waiting)
+        return all(self._together(params, sequence.params) for sequence in present)
+
+    def _together(self, first: SamplingParams, other: SamplingParams) -> bool:
+        # With drafts, the sequence of a row is not known in advance.
+        alike = attrgetter("temperature", "token_filter", "truncated_logprobs")
+        return self.drafts is None or alike(first) == alike(other)
 
     def step(self) -> list[int]:
         """Launch a step or read the draws of one; see `RolloutEngine.step`."""
@@ -464,6 +472,10 @@ class RolloutEngine:
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())
         self._running_now.add(group)
+
+    def takes(self, params: SamplingParams) -> bool:
+        """Return False if sequences that run have other parameters than `add` could take."""
+        return self._running is None or self._running.takes(params)
 
     def step(self) -> list[int]:
         """Run one step; return the indices of ended sequences. A failure drops all sequences."""

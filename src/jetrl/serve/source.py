@@ -162,6 +162,7 @@ class EngineSource:
         self.num_choices = 0  # of all requests that have not ended; used by the event loop only
         self._changed = threading.Condition()
         self._arrived: list[_Running] = []
+        self._next: list[_Running] = []  # taken, but not alike to those that run
         self._left: list[_Running] = []
         self._running: list[_Running] = []
         self._closing = False
@@ -247,7 +248,7 @@ class EngineSource:
     @property
     def num_held(self) -> int:
         """Requests that wait for the next `answer`."""
-        return len(self._arrived)
+        return len(self._next) + len(self._arrived)
 
     def close(self) -> None:
         """Stop answering; requests that still run or wait are dropped."""
@@ -256,7 +257,7 @@ class EngineSource:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        self._fail([*self._running, *self._arrived], SourceFailed(_STOPPING))
+        self._fail([*self._running, *self._next, *self._arrived], SourceFailed(_STOPPING))
 
     def _notify(self, running: _Running, left: bool = False) -> None:
         """Hand a request to the thread, or take it back; does nothing once the thread has ended."""
@@ -276,20 +277,22 @@ class EngineSource:
             reason = _failure(error)
         with self._changed:
             self._closing = True
-        self._fail([*self._running, *self._arrived], reason)
+        self._fail([*self._running, *self._next, *self._arrived], reason)
         self._end()
 
     def _step_while(self, busy: Callable[[], bool] | None) -> None:
         """Step the engine while requests run, and wait while there are none.
 
-        Ends when the source closes, or once `busy` has returned False and no request runs.
+        Ends when the source closes, or once `busy` has returned False and no request runs. With
+        drafts, a request whose distribution differs waits for those before it to end.
         """
         while True:
             admits = busy is None or busy()
-            if not (admits or self._running):
+            if not (admits or self._running or self._next):
                 return
             with self._changed:
-                if admits and not (self._arrived or self._left or self._running or self._closing):
+                taken = self._running or self._next
+                if admits and not (self._arrived or self._left or taken or self._closing):
                     self._changed.wait(None if busy is None else _POLL_S)
                 if self._closing:
                     return
@@ -299,12 +302,16 @@ class EngineSource:
                 left, self._left = self._left, []
             for running in left:
                 self._cancel(running)
-            for running in arrived:
-                self._add(running)
+            self._next += arrived
+            while self._next and self._joins(self._next[0]):
+                self._add(self._next.pop(0))
             if self._running:
                 self._step(raises=busy is not None)
             if not self._running:
                 self._end()
+
+    def _joins(self, running: _Running) -> bool:
+        return not self._running or self.engine.takes(running.request.params)
 
     def _add(self, running: _Running) -> None:
         """Give a request to the engine; between two calls, all of its pages are reserved."""
@@ -386,6 +393,8 @@ class EngineSource:
     def _cancel(self, running: _Running) -> None:
         """Drop a request whose client has left."""
         running.cancelled = True
+        if running in self._next:
+            self._next.remove(running)
         if running in self._running:
             self._running.remove(running)
             self._drop(running)
