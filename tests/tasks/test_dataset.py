@@ -485,6 +485,23 @@ def test_rows_of_verl_and_trl_are_read_as_they_are(tmp_path, row, answer, worked
         assert get_task(str(tmp_path), checker="zero").score(prompt, "5") == 0
 
 
+@pytest.mark.parametrize(
+    "row, field",
+    [
+        ({"prompt": [USER], "chosen": [FIVE]}, "rejected"),
+        ({"prompt": [USER], "rejected": "6"}, "chosen"),
+        ({"prompt": "2+3?", "chosen": [USER, SIX, USER, FIVE], "rejected": "6"}, "chosen"),
+    ],
+)
+def test_half_of_a_pair_is_named_by_file_line_and_field(tmp_path, row, field):
+    write(tmp_path / "train.jsonl", {"prompt": [USER], "chosen": "5", "rejected": "6"}, row)
+    task = get_task(str(tmp_path), checker="zero")
+    whole, half = read_prompts(task, "train")
+    assert task.preference(whole) == ("5", "6")
+    with pytest.raises(UserError, match=rf"train.jsonl, line 2: field '{field}' has no completion"):
+        task.preference(half)
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 

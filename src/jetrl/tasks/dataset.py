@@ -248,6 +248,7 @@ class Dataset(Task):
         self.path, self.config = path, config
         location = Path(path).expanduser()
         self._folder = location if location.is_dir() else location.parent
+        self._places: dict[str, str] = {}  # of rows, by the ids of their prompts
         self._checked: dict[bytes | Path, Image] = {}  # so that splits decode each once
         self.format = format
         self.test_share, self.seed = test_share, seed
@@ -298,6 +299,7 @@ class Dataset(Task):
             if prompt.id in seen:
                 raise UserError(f"{where}: id {prompt.id!r} is also that of {seen[prompt.id]}")
             seen[prompt.id] = where
+        self._places |= seen
         return prompts
 
     def about_split(self, split: str) -> str:
@@ -351,10 +353,19 @@ class Dataset(Task):
         return turns[0].completion if turns and len(turns) == 1 else turns
 
     def preference(self, prompt: Prompt) -> tuple[str | Message, str | Message] | None:
-        fields, where = self._fields, f"row {prompt.id}"
+        fields, where = self._fields, self._places.get(prompt.id, f"row {prompt.id}")
         pair = [fields.completion(prompt, role, where) for role in ("chosen", "rejected")]
         better, worse = (turns[0].completion if turns else None for turns in pair)
-        return None if better is None or worse is None else (better, worse)
+        if better is not None and worse is not None:
+            return better, worse
+        if better is None and worse is None:
+            return None
+        role = "chosen" if better is None else "rejected"
+        raise UserError(
+            f"{where}: field {fields.name(prompt.metadata, role) or role!r} has no completion, "
+            "and a pair needs two: fill it with a text, or with the prompt's messages and one of "
+            "the assistant, or drop the row"
+        )
 
     def _drawn_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
         """Return a random split of data without splits, by seed, in data order.
