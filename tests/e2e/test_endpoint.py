@@ -47,6 +47,13 @@ async def play(episode):
                 messages = [messages[0], {"role": "user", "content": "again"}]
     return {"reward": sum(map(str.isalpha, said)) / 8, "spaces": said.count(" ")}
 
+def leaves(episode):
+    client = OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    said = client.completions.create(model=episode.model, prompt="a", max_tokens=99, stream=True)
+    next(iter(said))
+    said.close()
+    return 1.0
+
 def dies(episode):
     if episode.row["n"] == 1:
         os._exit(3)
@@ -272,6 +279,11 @@ def test_a_harness_without_any_reward_stops_the_run(settings: Any) -> None:
         train(settings("gone", *only))
 
 
+def test_a_harness_that_leaves_its_requests_is_named(settings: Any) -> None:
+    with pytest.raises(RunStopped, match="the harness left each of its requests before"):
+        train(settings("leaves", "loop.steps=1"))
+
+
 def test_rows_of_the_harness_and_of_reasoning_gym(settings: Any, model: Path) -> None:
     done = train(settings("Rows", "task.path=none", "task.options.arguments={count = 3}"))
     assert {r["prompt_id"] for r in records_of(done.run_path, 1)} == {
@@ -347,6 +359,12 @@ def test_settings_that_cannot_work(
 ) -> None:
     with pytest.raises(UserError, match=message):
         train(settings(function, *words))
+
+
+def test_a_teacher_has_no_prompts_for_those_of_a_harness(settings: Any, model: Path) -> None:
+    words = ["algorithm.name=opd", f"teacher.path={model}", "teacher.prompt={prompt}!"]
+    with pytest.raises(UserError, match=r"teacher\.prompt does not work with task endpoint"):
+        train(settings("play", *words))
 
 
 def test_other_clients_are_answered_between_updates(

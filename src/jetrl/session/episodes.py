@@ -307,6 +307,8 @@ def _samples(task: Endpoint, played: _Played, read: Decode) -> list[Sample]:
             failure = str(error)
     if not (found or failure):
         failure = "the harness asked the policy for nothing: is its base_url right?"
+        if played.episode.num_broken:
+            failure = "the harness left each of its requests before the answer had ended"
         score = Score(None)
     # A group keeps its number of episodes: one without tokens has a sample that is not trained on.
     found = found or [Segment(prompt.inputs, Completion((), (), "stop"))]

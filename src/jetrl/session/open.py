@@ -564,6 +564,7 @@ def _endpoint(run: RunContext) -> Iterator[str]:
         "data.rollouts": settings.data.rollouts is not None,
         "data.batch = shuffle_r1": settings.data.batch == "shuffle_r1",
         "reward.model_path": settings.reward.model_path is not None,
+        "teacher.prompt": settings.teacher.prompt is not None,
     }
     for setting, is_set in unfit.items():
         if is_set:
