@@ -33,7 +33,11 @@ ASKED = [{"role": "user", "content": "hi"}]
         ({"prompt": []}, "prompt: from 1 to 256 prompts, not 0"),
         ({"prompt": 3}, "prompt: give a text"),
         ({"prompt": [5] * 256}, "256 tokens: no room for an answer in a context of 256"),
-        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["a"] * 65}, "stop: give a text, or a list of at most 64 texts"),
+        (
+            {"prompt": ["a"] * 50, "n": 3},
+            "n = 3 for each of 50 prompts: this server draws 128 at most",
+        ),
         ({"stop_token_ids": [999]}, "stop_token_ids: token id 999"),
         ({"stream_options": {"usage": True}}, "stream_options.usage: no such field"),
         ({"n": 500}, "n = 500: this server draws 128 at most"),

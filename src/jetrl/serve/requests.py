@@ -216,6 +216,9 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{path}: this field is required"
     if not place:  # a key that is no text
         return f"the body: {first['msg']}"
+    if "stop" in place:
+        above = "".join(f"{part}." for part in place[: place.index("stop")])
+        return f"{above}stop: give a text, or a list of at most {MOST_STOPS} texts"
     if place[0] == "prompt":
         return "prompt: give a text, a list of token ids, or a list of either"
     return f"{path} = {shown_value(first['input'])}: {first['msg']}"
@@ -244,9 +247,10 @@ def completion(fields: CompletionFields, source: TokenSource, session: str) -> W
     if not 1 <= len(several) <= MOST_PROMPTS:
         raise UserError(f"prompt: from 1 to {MOST_PROMPTS} prompts, not {len(several)}")
     prompts = source.encode([_as_prompt(prompt) for prompt in several], session)
+    params = _params(fields, fields.max_tokens, source, session, num_prompts=len(several))
     return Wanted(
         api="completion",
-        request=Request(prompts, _params(fields, fields.max_tokens, source, session), session),
+        request=Request(prompts, params, session),
         logprobs=fields.logprobs is not None,
         **_form(fields),
     )
@@ -297,11 +301,12 @@ def _form(fields: _Answer) -> dict[str, bool]:
 
 
 def _params(
-    fields: _Sampling, limit: int | None, source: TokenSource, session: str
+    fields: _Sampling, limit: int | None, source: TokenSource, session: str, num_prompts: int = 1
 ) -> SamplingParams:
     """Return the parameters of sampling; without seed and session, the seed is a random one."""
-    if fields.n > source.max_choices:
-        raise UserError(f"n = {fields.n}: this server draws {source.max_choices} at most")
+    if num_prompts * fields.n > source.max_choices:
+        each = f" for each of {num_prompts} prompts" if num_prompts > 1 else ""
+        raise UserError(f"n = {fields.n}{each}: this server draws {source.max_choices} at most")
     required = source.required(session)
     seed = fields.seed
     if seed is None:
