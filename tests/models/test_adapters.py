@@ -315,6 +315,10 @@ def test_an_adapter_of_another_base_is_refused(base: Path, written: Path, tmp_pa
         Policy.from_pretrained(written, plan)
 
 
+def test_a_base_is_known_again_under_every_plan(base: Path) -> None:
+    assert len({trained(base, preset).base_digest for preset in PRESETS}) == 1
+
+
 def test_settings_say_which_adapter(base: Path, written: Path) -> None:
     config = model_config(base)
     assert lora_of(AdapterSettings(), config) is None

@@ -137,7 +137,7 @@ def _merge(args: argparse.Namespace) -> None:
 
     from jetrl.cli.opening import adapter_source, find_model, open_policy
     from jetrl.models import hf
-    from jetrl.models.adapter import stored_base_digest
+    from jetrl.models.adapter import base_digest
     from jetrl.models.nvfp4_files import is_nvfp4
     from jetrl.models.peft import MergedWeights, is_adapter
     from jetrl.session.building import choose_device
@@ -149,7 +149,7 @@ def _merge(args: argparse.Namespace) -> None:
         assert adapter is not None, "an adapter directory has one"
         base = source.weights(torch.device(device))
         config, lora = adapter.shape(source.config), adapter.lora
-        adapter.check_base(stored_base_digest(config, base))
+        adapter.check_base(base_digest(config, base))
         trained = {**adapter.tensors, **adapter.replaced}
         tokenizer = source.tokenizer if hf.has_tokenizer(location.path) else None
     else:

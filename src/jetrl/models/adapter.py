@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -227,21 +227,17 @@ class Adapter:
         return MadeWeights([*weights, *head], value, weights.codes)
 
 
-def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
+def base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
     """Return a digest of a base model: 32 hexadecimal digits of SHA-256.
 
-    It covers names and shapes of parameters, and values that training changes in practice and that
-    are equal under all precision plans, in BF16: `vectors` (norms and biases, in order) and the
-    first 1,024 rows of the embedding [V, D].
+    It covers names and shapes of parameters, and values that training changes in practice: norms
+    and biases, and the first 1,024 rows of the embedding, as stored and rounded to BF16. So it does
+    not depend on a plan. `weights` are the parameters by jetrl's names.
     """
-    digest = hashlib.sha256(repr(sorted(parameter_shapes(config).items())).encode())
-    for values in (*vectors, embedding[:_DIGEST_ROWS]):
-        rounded = values.detach().bfloat16().cpu().contiguous()
+    shapes = parameter_shapes(config)
+    digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
+    for name in [*(name for name, shape in shapes.items() if len(shape) == 1), _EMBEDDINGS]:
+        rounded = weights[name][:_DIGEST_ROWS] if name == _EMBEDDINGS else weights[name]
+        rounded = rounded.detach().bfloat16().cpu().contiguous()
         digest.update(rounded.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
-    """Return the `base_digest` of stored weights by jetrl's names."""
-    vectors = [weights[name] for name, shape in parameter_shapes(config).items() if len(shape) == 1]
-    return base_digest(config, vectors, weights[_EMBEDDINGS])

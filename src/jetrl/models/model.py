@@ -94,6 +94,10 @@ class Model:
         self.captured: Callable[[ForwardInputs, KeyValues], Tensor] | None = None
         # After all checks, weights are downloaded and read.
         self.weights = Weights(source, plan, self.device, frozen, trains)
+        self.base_digest = ""
+        if adapter is not None and self.device.type != "meta":
+            self.base_digest = base_digest(config, self.weights.tensors)
+            adapter.check_base(self.base_digest)
         self.key_exponents, exponents = key_exponents, None
         if plan.smooths_keys and key_exponents is None:
             self.key_exponents = key_smoothing.key_exponents(
@@ -117,19 +121,12 @@ class Model:
             )
         self.lora: LoRA | None = None
         self.base_source: ModelSource | None = None
-        self.base_digest = ""
         self._replaced: dict[str, Tensor] = {}
         if adapter is None:
             return
         self.lora, self.base_source = adapter.lora, replace(source, adapter=None)
         masters = self.weights.masters
         self._replaced = {n: t for n, t in adapter.replaced.items() if n not in masters}
-        if self.device.type != "meta":
-            embedding = self.decoder.embedding.operand("train")
-            assert isinstance(embedding, Tensor), "an embedding is never FP8"
-            vectors = [value for value in self.decoder.parameters() if value.dim() == 1]
-            self.base_digest = base_digest(config, vectors, embedding)
-            adapter.check_base(self.base_digest)
 
     @classmethod
     def from_pretrained(
