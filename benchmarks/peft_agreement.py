@@ -1,13 +1,14 @@
 """How far transformers with peft is from jetrl, on an adapter's directory that jetrl wrote.
 
     pip install peft
-    python -m benchmarks.peft_agreement --out benchmarks/results/cpu/peft_agreement.json
+    python -m benchmarks.peft_agreement --families qwen3 qwen2_5_vl --out found.json
 
 For a tiny random model of each family, with its head tied to its embedding and not: an adapter of
-rank 8 on all linear layers, with random A and B and, in the rows that say so, modules that are
-replaced whole. `by` names the writer: jetrl's `save_pretrained` or peft's, which unties what it
-replaces unless `ensure_weight_tying` is set (`kept tied`). transformers and peft read it over the
-same base. Differences are of the log-probs of random tokens:
+rank 8 on all linear layers (of the language model, if the family has images), with random A and B
+and, in the rows that say so, modules that are replaced whole. `by` names the writer: jetrl's
+`save_pretrained` or peft's, which unties what it replaces unless `ensure_weight_tying` is set
+(`kept tied`). transformers and peft read it over the same base. Differences are of the log-probs of
+random tokens:
 
     effect              mean, that the adapter makes to its base
     fp32                largest, between jetrl under fp32 and peft in FP32
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from benchmarks.harness import print_table, write_results
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from jetrl.cli.main import main as jetrl
 from jetrl.models import hf
@@ -65,6 +67,13 @@ def theirs(model: Any, tokens: Tensor) -> Tensor:
     return logprobs[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
 
 
+def in_transformers(path: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a directory."""
+    sees = hf.model_config(path).vision is not None
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_pretrained(path, dtype=dtype)
+
+
 def write_adapter(base: Path, path: Path, lora: LoRA) -> None:
     """Write an adapter with random numbers for a base."""
     plan = PrecisionPlan.preset("bf16")
@@ -80,13 +89,15 @@ def write_adapter(base: Path, path: Path, lora: LoRA) -> None:
 def write_peft_adapter(base: Path, path: Path, modules: list[str], tied: bool) -> None:
     """Write an adapter with random numbers for a base, by peft."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    family = FAMILIES[hf.model_config(base).family]
+    language = family.language_module
+    targets = "all-linear" if family.vision is None else rf"{language}\.layers\..*_proj"
     config = LoraConfig(
-        r=8, lora_alpha=32, target_modules="all-linear", modules_to_save=list(modules),
-        ensure_weight_tying=tied, task_type="CAUSAL_LM",
+        r=8, lora_alpha=32, target_modules=targets, ensure_weight_tying=tied, task_type="CAUSAL_LM",
+        modules_to_save=[module.replace("LANGUAGE", language) for module in modules],
     )  # fmt: skip
+    model = in_transformers(base, torch.float32)
     torch.manual_seed(0)  # of A
     model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(1)
@@ -109,7 +120,7 @@ CASES: list[tuple[str, str, bool, Callable[[Path, Path], None]]] = [
     ("jetrl", "", True, partial(write_with_jetrl, whole=False)),
     ("jetrl", EVERYTHING, False, partial(write_with_jetrl, whole=True)),
     ("jetrl", EVERYTHING, True, partial(write_with_jetrl, whole=True)),
-    ("peft", "norm", False, partial(write_peft_adapter, modules=["model.norm"], tied=False)),
+    ("peft", "norm", False, partial(write_peft_adapter, modules=["LANGUAGE.norm"], tied=False)),
     *(
         ("peft", shown, True, partial(write_peft_adapter, modules=modules, tied=tied))
         for shown, modules, tied in (
@@ -127,7 +138,6 @@ def row_of(
 ) -> dict[str, Any]:
     """Return the row of a family and one of `CASES`, made in an empty folder."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     names = ("base", "adapter", "back", "merged", "continued")
     base, adapter, back, merged, continued = (folder / name for name in names)
@@ -136,15 +146,13 @@ def row_of(
     tokens = torch.randint(3, 90, (8, 48), generator=torch.Generator().manual_seed(2))
 
     def peft(dtype: torch.dtype, path: Path = adapter) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        return PeftModel.from_pretrained(model, path)
+        return PeftModel.from_pretrained(in_transformers(base, dtype), path)
 
     wide = peft(torch.float32)
     reference = theirs(wide, tokens)
     wide.save_pretrained(back)
     assert jetrl(["export", str(adapter), str(merged), "--merge"]) == 0
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    merged_model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    model, merged_model = (in_transformers(path, torch.float32) for path in (base, merged))
 
     def mean(logprobs: Tensor) -> float:
         return float(f"{float((logprobs - reference).abs().mean()):.2g}")
@@ -172,15 +180,16 @@ def main() -> None:
     """Compare each family, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="build/bench/peft_agreement.json", type=Path)
+    parser.add_argument("--families", nargs="+", choices=[*FAMILIES], default=[*FAMILIES])
     args = parser.parse_args()
     rows = []
-    for family in FAMILIES:
+    for family in args.families:
         for case in CASES:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(row_of(family, *case, Path(folder)))
     print_table(rows)
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    command = "python -m benchmarks.peft_agreement"
+    command = f"python -m benchmarks.peft_agreement --families {' '.join(args.families)}"
     write_results(args.out, "peft_agreement", command, rows, versions=versions)
 
 
