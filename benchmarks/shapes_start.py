@@ -7,10 +7,10 @@ The first argument is a llama with its tokenizer (docs/smollm2.md), or `tiny`: t
 random weights with a token per word, a small tower, and one kind of question. The image tower is a
 SigLIP of random weights, joined by a pixel shuffle to one feature per cell of the canvas, as in
 Idefics3. transformers trains all of it on the training prompts of the task `shapes`, by cross
-entropy of the answer and its end. Of these answers 40% are wrong, so that the model learns to see
-and yet errs: reinforcement learning has something to improve. The start is done when samples at
-temperature 1 answer a share of `--until` of the test prompts right. It writes a model directory
-that jetrl and transformers open, and `start.json` in it.
+entropy of the answer and its end, until it answers 80% of the test prompts right, in samples at
+temperature 1. Then 40% of the answers are wrong, until it answers less than 55% right: it sees and
+yet errs, so reinforcement learning has something to improve. It writes a model directory that jetrl
+and transformers open, and `start.json` in it.
 
 One seed gives the same weights on one machine, as far as torch has deterministic kernels; it warns
 of those that it has not.
@@ -24,7 +24,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,31 +151,41 @@ def with_mistakes(prompts: Sequence[Prompt], share: float, seed: int) -> list[Pr
     return made
 
 
-def encoded(processor: Idefics3Processor, prompts: Sequence[Prompt], device: str) -> Encoded:
-    """Encode prompts of the task `shapes` in its format `text`."""
-    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
-    rows: list[tuple[list[int], list[int]]] = []  # tokens and labels
-    pixels = []
+def read(processor: Idefics3Processor, prompts: Sequence[Prompt]) -> tuple[list[list[int]], Tensor]:
+    """Return the token ids of prompts, and their pixels, float32 [N, 1, 3, side, side]."""
+    token_ids, pixels = [], []
     for prompt in prompts:
         pictures = [decoded(image) for image in prompt.images]
-        read = processor(text=prompt.text, images=[pictures], return_tensors="pt")
-        asked = read["input_ids"][0].tolist()
-        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
-        answer.append(tokenizer.eos_token_id)
-        rows.append((asked + answer, [_IGNORED] * len(asked) + answer))
-        pixels.append(read["pixel_values"][0])
+        made = processor(text=prompt.text, images=[pictures], return_tensors="pt")
+        token_ids.append(made["input_ids"][0].tolist())
+        pixels.append(made["pixel_values"][0])
+    return token_ids, torch.stack(pixels)
+
+
+def answered(
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Sequence[int]],
+    pixels: Tensor,
+    prompts: Sequence[Prompt],
+) -> Encoded:
+    """Return prompts, as `read` encodes them, with answers, on the device of the pixels."""
+    rows: list[tuple[list[int], list[int]]] = []  # tokens and labels
+    for token_ids, prompt in zip(asked, prompts, strict=True):
+        answer = tokenizer.encode(str(prompt.answer), add_special_tokens=False)
+        answer.append(tokenizer.get_vocab()[tokenizer.eos_token])
+        rows.append(([*token_ids, *answer], [_IGNORED] * len(token_ids) + answer))
     longest = max(len(token_ids) for token_ids, _ in rows)
 
-    def padded(values: list[int], filler: int) -> list[int]:
-        return values + [filler] * (longest - len(values))
+    def padded(rows: Iterable[Sequence[int]], filler: int) -> Tensor:
+        filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
+        return torch.tensor(filled, device=pixels.device)
 
-    made = Encoded(
-        token_ids=torch.tensor([padded(ids, tokenizer.pad_token_id) for ids, _ in rows]),
-        attended=torch.tensor([padded([1] * len(ids), 0) for ids, _ in rows]),
-        labels=torch.tensor([padded(labels, _IGNORED) for _, labels in rows]),
-        pixels=torch.stack(pixels),
+    return Encoded(
+        token_ids=padded((token_ids for token_ids, _ in rows), 0),
+        attended=padded(([1] * len(token_ids) for token_ids, _ in rows), 0),
+        labels=padded((labels for _, labels in rows), _IGNORED),
+        pixels=pixels,
     )
-    return Encoded(*(field.to(device) for field in vars(made).values()))
 
 
 def answer_logprobs(model: Any, batch: Encoded) -> Tensor:
@@ -185,12 +195,12 @@ def answer_logprobs(model: Any, batch: Encoded) -> Tensor:
         hidden = model.model(
             input_ids=batch.token_ids, attention_mask=batch.attended, pixel_values=batch.pixels
         ).last_hidden_state
-        answered = batch.labels[:, 1:] != _IGNORED
-        logits = model.lm_head(hidden[:, :-1][answered])
+        trained = batch.labels[:, 1:] != _IGNORED
+        logits = model.lm_head(hidden[:, :-1][trained])
     losses = nn.functional.cross_entropy(
-        logits.float(), batch.labels[:, 1:][answered], reduction="none"
+        logits.float(), batch.labels[:, 1:][trained], reduction="none"
     )
-    row = answered.nonzero()[:, 0]
+    row = trained.nonzero()[:, 0]
     return -torch.zeros(len(batch.labels), device=device).index_add(0, row, losses)
 
 
@@ -204,47 +214,61 @@ def accuracy(model: Any, tests: Encoded) -> float:
     return float(found.exp().mean())
 
 
-def train(
-    model: Any, training: Encoded, tests: Encoded, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Train until the accuracy is that of `args.until`; return what was reached.
+class Training:
+    """Supervised training of all parameters, with one optimizer for all its phases.
 
-    Raises UserError if `args.updates` updates do not suffice.
+    Attributes:
+        curve: Update, loss and accuracy at each evaluation.
     """
-    language = {id(weight) for weight in model.model.text_model.parameters()}
-    language |= {id(weight) for weight in model.lm_head.parameters()}
-    seeing = [weight for weight in model.parameters() if id(weight) not in language]
-    speaking = [weight for weight in model.parameters() if id(weight) in language]
-    groups = [{"params": seeing, "lr": args.tower_lr}, {"params": speaking, "lr": args.lr}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
-    order = torch.Generator().manual_seed(args.seed)
-    number, started = len(training.labels), time.perf_counter()
-    curve: list[list[float]] = []
-    chosen = torch.empty(0, dtype=torch.int64)
-    for update in range(1, args.updates + 1):
-        if len(chosen) < args.batch:
-            chosen = torch.cat([chosen, torch.randperm(number, generator=order)])
-        loss = -answer_logprobs(model, training.rows(chosen[: args.batch])).mean()
-        chosen = chosen[args.batch :]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warm_up.step()
-        optimizer.zero_grad()
-        if update % args.every:
-            continue
-        reached, seconds = accuracy(model, tests), time.perf_counter() - started
-        curve.append([update, round(loss.item(), 4), round(reached, 4)])
-        print(
-            f"update {update:5}  loss {loss.item():.4f}  accuracy {reached:.1%}  {seconds:.0f} s",
-            flush=True,
+
+    def __init__(self, model: Any, tests: Encoded, args: argparse.Namespace) -> None:
+        self._model, self._tests, self._args = model, tests, args
+        language = {id(weight) for weight in model.model.text_model.parameters()}
+        language |= {id(weight) for weight in model.lm_head.parameters()}
+        seeing = [weight for weight in model.parameters() if id(weight) not in language]
+        speaking = [weight for weight in model.parameters() if id(weight) in language]
+        groups = [{"params": seeing, "lr": args.tower_lr}, {"params": speaking, "lr": args.lr}]
+        self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        self._warm_up = torch.optim.lr_scheduler.LinearLR(self._optimizer, 0.1, total_iters=20)
+        self._order = torch.Generator().manual_seed(args.seed)
+        self._updates, self._began = 0, time.perf_counter()
+        self.curve: list[tuple[int, float, float]] = []
+
+    def until(self, prompts: Encoded, done: Callable[[float], bool], every: int) -> None:
+        """Train on the prompts until the tests' accuracy, after `every` updates, is as asked.
+
+        Raises UserError if `args.updates` updates in all do not suffice.
+        """
+        chosen = torch.empty(0, dtype=torch.int64)
+        while self._updates < self._args.updates:
+            if len(chosen) < self._args.batch:
+                shuffled = torch.randperm(len(prompts.labels), generator=self._order)
+                chosen = torch.cat([chosen, shuffled])
+            loss = self._update(prompts.rows(chosen[: self._args.batch]))
+            chosen = chosen[self._args.batch :]
+            if self._updates % every == 0 and done(self._evaluated(loss)):
+                return
+        raise UserError(
+            f"after {self._updates} updates the accuracy is {self.curve[-1][-1]:.1%}, and not yet "
+            "what --sees and --until ask for: raise --updates"
         )
-        if reached >= args.until:
-            return {"accuracy": round(reached, 4), "updates": update, "curve": curve}
-    raise UserError(
-        f"after {args.updates} updates the accuracy is below --until {args.until}: raise --updates"
-    )
+
+    def _update(self, batch: Encoded) -> float:
+        loss = -answer_logprobs(self._model, batch).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._warm_up.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        return loss.item()
+
+    def _evaluated(self, loss: float) -> float:
+        reached, seconds = accuracy(self._model, self._tests), time.perf_counter() - self._began
+        self.curve.append((self._updates, round(loss, 4), round(reached, 4)))
+        line = f"update {self._updates:5}  loss {loss:.4f}  accuracy {reached:.1%}"
+        print(f"{line}  {seconds:.0f} s", flush=True)
+        return reached
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -254,10 +278,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("language", help="a llama's directory, or tiny")
     parser.add_argument("out", type=Path, help="the directory to write")
     parser.add_argument("--options", type=json.loads, help="task.options, as JSON")
+    parser.add_argument("--sees", type=float, default=0.8, help="accuracy before mistakes")
     parser.add_argument("--mistakes", type=float, default=0.4, help="share of wrong answers")
-    parser.add_argument("--until", type=float)
+    parser.add_argument("--until", type=float, default=0.55, help="accuracy of the start")
     parser.add_argument("--updates", type=int, default=6000, help="after which it has failed")
-    parser.add_argument("--every", type=int, default=20, help="updates between evaluations")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float, help="of the language model")
     parser.add_argument("--tower-lr", type=float, default=1e-3)
@@ -272,23 +296,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = args.options or (TINY_OPTIONS if tiny else OPTIONS)
     args.lr = args.lr or (1e-3 if tiny else 3e-4)
     args.batch = args.batch or (32 if tiny else 128)
-    args.until = args.until or (0.5 if tiny else 0.52)
     width, layers = (64, 2) if tiny else (192, 4)
     task = Shapes(**options)
     with tempfile.TemporaryDirectory() as scratch:
         language = tiny_llama(Path(scratch), task, args.seed) if tiny else Path(args.language)
         model, processor = build(language, task.size, width, layers)
     model.to(args.device).train()
-    prompts = with_mistakes(task.prompts("train"), args.mistakes, args.seed)
-    training, tests = (
-        encoded(processor, each, args.device) for each in (prompts, task.prompts("test"))
-    )
-    reached = train(model, training, tests, args)
+    prompts = task.prompts("train")
+    asked, pixels = read(processor, prompts)
+    pixels, tokenizer = pixels.to(args.device), processor.tokenizer
+    right = answered(tokenizer, asked, pixels, prompts)
+    careless = with_mistakes(prompts, args.mistakes, args.seed)
+    wrong = answered(tokenizer, asked, pixels, careless)
+    held_out = task.prompts("test")
+    asked, pixels = read(processor, held_out)
+    tests = answered(tokenizer, asked, pixels.to(args.device), held_out)
+    training = Training(model, tests, args)
+    training.until(right, lambda reached: reached >= args.sees, every=20)
+    training.until(wrong, lambda reached: reached <= args.until, every=2)
     model.bfloat16().save_pretrained(args.out)
     processor.tokenizer.save_pretrained(args.out)
     processor.image_processor.save_pretrained(args.out)
     facts = {"command": command_typed("python -m benchmarks.shapes_start", argv), **environment()}
-    text = json.dumps({**facts, "task_options": options, **reached}, indent=1)
+    updates, _, reached = training.curve[-1]
+    facts |= {"task_options": options, "accuracy": reached, "updates": updates}
+    text = json.dumps({**facts, "curve": training.curve}, indent=1)
     (args.out / "start.json").write_text(text + "\n", encoding="utf-8")
 
 
