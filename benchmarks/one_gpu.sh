@@ -130,7 +130,7 @@ try)
         --tokens 32 --length 32
     bench try-images step --shape tiny-vl --device cpu --plan int8 $size --image-side 32 \
         --prompts 2 --samples 2 --prompt-length 24 --response-length 16
-    "$python" -m benchmarks.shapes_start tiny "$out/try-shapes" --device cpu --until 0.01
+    "$python" -m benchmarks.shapes_start tiny "$out/try-shapes" --device cpu --sees 0.01 --until 1
     "$python" -m benchmarks.swapped_images "$out/try-shapes" --out "$out/try-swapped.json"
     bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1 ;;
 *)
