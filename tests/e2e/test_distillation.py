@@ -101,8 +101,13 @@ def test_the_teacher_may_see_the_answer(folder: Path, teacher: Path, student: Ru
     first, plain = lines_of(told)[0], lines_of(student)[0]
     assert first["digest"]["tokens"] == plain["digest"]["tokens"]
     assert first["teacher/kl"] != plain["teacher/kl"]
-    with pytest.raises(UserError, match=r"a template has \{prompt\} and \{answer\}, not 'hint'"):
-        distilled(str(folder), "hint", str(teacher), 'teacher.prompt="{hint}"')
+    for field in ("hint", "prompt.x", "answer.__class__", "answer:9"):
+        message = rf"a template has \{{prompt\}} and \{{answer\}}, not '{field}'"
+        with pytest.raises(UserError, match=message):
+            distilled(str(folder), "hint", str(teacher), f'teacher.prompt="{{{field}}}"')
+    for text, message in (("{", "teacher.prompt = '{': "), ("", r"teacher\.prompt is empty")):
+        with pytest.raises(UserError, match=message):
+            distilled(str(folder), "hint", str(teacher), f'teacher.prompt="{text}"')
     with pytest.raises(UserError, match="do not fit in the 64 tokens of the teacher's context"):
         distilled(str(folder), "long", str(teacher), f'teacher.prompt="{{prompt}}{"1" * 60}"')
 

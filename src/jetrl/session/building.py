@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 
 import torch
 from torch import Tensor
@@ -239,6 +240,8 @@ def teacher_prompts(
     without an answer or text, two answers to one prompt, or a prompt that does not fit.
     """
     template = settings.teacher.prompt
+    if template is not None:
+        _check_template(template)
     made: dict[bytes, PromptInputs] = {}
     for prompt, inputs in () if template is None else prompts:
         where = f"teacher.prompt: prompt {prompt.id!r}"
@@ -247,12 +250,7 @@ def teacher_prompts(
         messages = prompt.messages or ({"content": prompt.text},)
         if not isinstance(messages[-1].get("content"), str):
             raise UserError(f"{where}: its last message is not a text")
-        try:
-            text = str(template).format(prompt=messages[-1]["content"], answer=prompt.answer)
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"{where}: a template has {{prompt}} and {{answer}}, not {error}"
-            ) from None
+        text = str(template).format(prompt=messages[-1]["content"], answer=prompt.answer)
         own = replace(prompt, text=text)
         if prompt.messages is not None:
             own = replace(prompt, messages=(*messages[:-1], {**messages[-1], "content": text}))
@@ -267,6 +265,23 @@ def teacher_prompts(
         if made.setdefault(inputs.key(), encoded) != encoded:
             raise UserError(f"{where}: another prompt has the same text, with another answer")
     return made
+
+
+def _check_template(template: str) -> None:
+    """Raise UserError unless `teacher.prompt` is a text with the fields prompt and answer."""
+    try:
+        parts = [part for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise UserError(f"teacher.prompt = {template!r:.80}: {error}") from None
+    for _, name, form, conversion in parts:
+        # str.format would also read attributes, and pad a text to any width.
+        if name not in ("prompt", "answer") or form or conversion:
+            raise UserError(
+                f"teacher.prompt: a template has {{prompt}} and {{answer}}, not "
+                f"{':'.join(filter(None, (name, form, conversion)))!r:.80}"
+            )
+    if not template:
+        raise UserError("teacher.prompt is empty: leave it out, and the teacher reads the policy's")
 
 
 class Reward:

@@ -307,6 +307,7 @@ def _samples(task: Endpoint, played: _Played, read: Decode) -> list[Sample]:
             failure = str(error)
     if not (found or failure):
         failure = "the harness asked the policy for nothing: is its base_url right?"
+        # Of a request that is broken off no token is kept.
         if played.episode.num_broken:
             failure = "the harness left each of its requests before the answer had ended"
         score = Score(None)

@@ -252,6 +252,7 @@ class ReplayBuffer:
         """Read back the last steps of a run that is resumed after `step`."""
         if not self.num_steps:
             return
+        # As for another run's rollouts, a changed file would change the updates in silence.
         read = world().from_first
         lines = read("replayed digests", lambda: digested_lines(run.metrics()))
         for number in range(max(1, step - self.num_steps + 1), step + 1):
