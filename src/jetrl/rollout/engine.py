@@ -113,8 +113,9 @@ class Generation:
 
     def takes(self, params: SamplingParams) -> bool:
         """Return True if `add` takes sequences with these parameters now."""
-        present = chain(self.scheduler.running, self.scheduler.waiting)
-        return all(self._together(params, sequence.params) for sequence in present)
+        # Those that are present go together.
+        present = next(chain(self.scheduler.running, self.scheduler.waiting), None)
+        return present is None or self._together(params, present.params)
 
     def _together(self, first: SamplingParams, other: SamplingParams) -> bool:
         # With drafts, the sequence of a row is not known in advance.
