@@ -35,6 +35,11 @@ def test_it_learns_and_is_written_and_read_back(
     assert lines[0]["dpo/margin"] == 0.0  # the reference is the start, bit for bit
     assert lines[-1]["dpo/eval_accuracy"] > 0.6
     assert lines[-1]["sft/loss"] < lines[0]["sft/loss"]
+    # A checkpoint of the updates is exported as one of RL is.
+    last = tmp_path / "pairs" / "checkpoints" / "sft" / "step_000040"
+    assert main(["export", str(last), str(tmp_path / "exported")]) == 0
+    exported, written = ((tmp_path / name / "model.safetensors") for name in ("exported", "out"))
+    assert exported.read_bytes() == written.read_bytes()
     # The first run's model is the reference of the next one, under its own path.
     model = [f"model.path={tmp_path / 'out'}", "sft.steps=2"]
     own = [word for word in TINY if not word.startswith("model.config")]

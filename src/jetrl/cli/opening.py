@@ -157,7 +157,8 @@ def find_model(path: Path) -> ModelLocation:
     if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if masters_of(path) is not None:
-        run = path.resolve().parent.parent
+        steps = path.resolve().parent
+        run = (steps.parent if steps.name == "sft" else steps).parent
         if not (run / "config.toml").is_file():
             raise UserError(
                 f"{path}: this checkpoint is outside its run directory, whose settings are needed"
