@@ -39,7 +39,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     PreTrainedTokenizerBase,
 )
-from transformers.models.idefics3 import Idefics3ImageProcessorPil, Idefics3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from jetrl.errors import UserError
 from jetrl.models.tiny import make_tiny

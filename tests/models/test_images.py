@@ -17,7 +17,8 @@ import torch
 from PIL import Image as Pillow
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.models.idefics3 import Idefics3ImageProcessorPil, Idefics3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
 
 from jetrl.errors import UserError

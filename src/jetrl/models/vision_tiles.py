@@ -109,7 +109,8 @@ class TileReader:
 
 def _processor(contents: Json, side: int) -> Any:
     """Return transformers' image processor; raise UserError if its tiles are not of `side`."""
-    library: Any = models.idefics3
+    # From its own module: some versions refuse the family's name without torchvision.
+    library: Any = getattr(models.idefics3, "image_processing_pil_idefics3", None)
     if not hasattr(library, "Idefics3ImageProcessorPil"):
         raise UserError(
             "this version of transformers has no image processor based on Pillow for Idefics3: "
