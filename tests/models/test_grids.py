@@ -25,7 +25,7 @@ from transformers import (
     models,
 )
 from transformers.models.qwen2_5_vl import Qwen2_5_VLVisionConfig, modeling_qwen2_5_vl
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLVisionConfig
 from transformers.processing_utils import ProcessorMixin
 

@@ -150,9 +150,7 @@ def _part(library: Any, name: str) -> Any:
 
 def _processor(contents: Json, shape: GridShape) -> Any:
     """Return transformers' image processor; raise UserError if its patches do not fit the tower."""
-    # From its own module: some versions refuse the family's name without torchvision.
-    library: Any = getattr(models.qwen2_vl, "image_processing_pil_qwen2_vl", None)
-    processor = _part(library, "Qwen2VLImageProcessorPil")
+    processor = _part(models.qwen2_vl, "Qwen2VLImageProcessorPil")
     read, tower = checked(TypeAdapter(PatchProcessorConfig), contents, _FILE), shape.vision_config
     expected = {
         "patch_size": tower.patch_size,

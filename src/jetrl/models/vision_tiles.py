@@ -109,7 +109,7 @@ class TileReader:
 
 def _processor(contents: Json, side: int) -> Any:
     """Return transformers' image processor; raise UserError if its tiles are not of `side`."""
-    # From its own module: some versions refuse the family's name without torchvision.
+    # From its own module: transformers 5.17 refuses the name of the family without torchvision.
     library: Any = getattr(models.idefics3, "image_processing_pil_idefics3", None)
     if not hasattr(library, "Idefics3ImageProcessorPil"):
         raise UserError(
