@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jetrl.errors import UserError
 from jetrl.session import RunResult, Session
 from jetrl.session.from_python import settings_of
 from jetrl.session.ranks import joined_in_script
@@ -57,6 +58,8 @@ def train(
         KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM; checkpoint and report are written. A second
             signal exits immediately; the last checkpoint is intact.
     """
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise UserError("callbacks: give a list of functions of (StepStats)")
     own = {"model": model, "data": data, "rewards": rewards, "task": task}
     settings = settings_of(settings, **own, reward_weights=reward_weights, **sections)
     with (

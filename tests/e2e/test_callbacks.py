@@ -42,6 +42,13 @@ def test_callbacks_see_each_step_and_end_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, "loop.steps=4", resume=True).steps == 4
 
 
+@pytest.mark.parametrize("callbacks", [[5], print, [None]])
+def test_what_is_no_list_of_functions_is_refused(callbacks: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="callbacks: give a list of functions"):
+        run(tmp_path, callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
 def _stopped_by_rank_1(folder: str) -> int:
     from jetrl.distributed.world import world
 

@@ -222,6 +222,25 @@ def test_the_limit_counts_what_an_environment_said(bigram):
     assert metrics["reward/overlong_penalty"] == 0.375
 
 
+def test_an_episode_has_the_penalty_of_its_longest_sample(bigram):
+    policy = bigram()
+    samples = policy.draw(REWARDS)  # of 1, 2, 3, 4, 1, 2, 3 and 4 tokens
+    samples[3] = dataclasses.replace(samples[3], score=samples[2].score, continues=True)
+    penalised = [
+        dataclasses.replace(s, score=dataclasses.replace(s.score, reward=s.score.reward - penalty))
+        for s, penalty in zip(samples, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.5, 1.0], strict=True)
+    ]
+
+    def dapo(buffer):
+        algorithm = {"name": "dapo", "overlong_buffer": buffer}
+        return settings(algorithm=algorithm, rollout={"max_tokens": 4})
+
+    (seen,), metrics = trained(policy, dapo(2), samples)
+    (expected,), _ = trained(bigram(), dapo(0), penalised)
+    assert torch.equal(seen["table.weight"], expected["table.weight"])
+    assert metrics["reward/overlong_penalty"] == pytest.approx(2.5 / 7)
+
+
 def test_a_correction_weighs_by_the_mismatch(bigram):
     policy = bigram(exact=False)
     samples = policy.draw(REWARDS)

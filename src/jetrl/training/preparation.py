@@ -149,8 +149,11 @@ class Preparation:
         if objective.overlong_buffer:
             # Count all tokens, including the environment's, as for the limit.
             lengths = np.array([len(sample.completion.token_ids) for sample in samples])
-            overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
-            reward_S = reward_S - overlong
+            # The limit is that of a sample, so an episode has the penalty of its longest one.
+            starts = np.flatnonzero([not sample.continues for sample in samples])
+            longest = np.maximum.reduceat(lengths, starts)
+            overlong = overlong_penalties(longest, objective.max_tokens, objective.overlong_buffer)
+            reward_S = reward_S - np.repeat(overlong, np.diff([*starts, len(samples)]))
             metrics["reward/overlong_penalty"] = mean(overlong)
         batches = [micro.batch for micro in micro_batches]
         of_batches = [self._penalty(micro) for micro in micro_batches]
