@@ -5,8 +5,8 @@
 # Behavior: transformers 4.52 renamed model.layers to model.language_model.layers. PeftModel.from_pretrained looks for the new
 #           names, leaves the new layers at B = 0 and drops the tensors of the file. transformers' own load_adapter renames.
 # Output:   an adapter that moved log-probs by up to 9.7 nats where it was trained (transformers 4.51.3, PEFT 0.15.2): 0.0 with
-#           PeftModel, 9.7 with load_adapter. A Python warning names missing keys; most programs filter or never show it.
-# Why:      published adapters of Qwen2.5-VL have these names. Evaluated with PeftModel, they score as the base model does.
+#           PeftModel, 9.7 with load_adapter. A Python warning names the missing keys; there is no error.
+# Why:      an adapter of that time that is evaluated with PeftModel scores as the base model does.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
