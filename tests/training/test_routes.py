@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,7 +37,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(rule: RoutingRule) -
     loss = balance_loss(logits, chosen, rule)
     (loss * 3.0).backward()
     wide = logits.detach().double().requires_grad_()
-    scores = wide.softmax(1) if rule.scores == "softmax" else wide.sigmoid()
+    scores = wide.softmax(1)
+    if rule.scores == "sigmoid":
+        scores = wide.sigmoid() / wide.sigmoid().sum(1, keepdim=True)
     rows = torch.nn.functional.one_hot(chosen, 9).double().mean((0, 1))
     expected = 9 * (rows * scores.mean(0)).sum()
     (expected * 3.0).backward()
@@ -46,12 +48,17 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(rule: RoutingRule) -
     assert (logits.grad - wide.grad).abs().max() <= 2.0**-20 * wide.grad.abs().max()
 
 
-def test_a_balanced_router_has_the_least_loss() -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_a_balanced_router_has_the_least_loss(scores: Literal["softmax", "sigmoid"]) -> None:
     chosen = torch.arange(12).view(6, 2) % 6
-    rule = RoutingRule(2)
-    assert balance_loss(torch.zeros(6, 6), chosen, rule).item() == pytest.approx(1.0, abs=1e-6)
+    rule = RoutingRule(2, scores)
+    logits = torch.full((6, 6), 1.5, requires_grad=True)
+    loss = balance_loss(logits, chosen, rule)
+    loss.backward()
+    assert loss.item() == pytest.approx(1.0, abs=1e-6)
+    assert logits.grad.abs().max() <= 2.0**-22  # lower scores for all experts gain nothing
     assert torch.equal(row_shares(chosen, 6), torch.full((6,), 1 / 6))
-    one = torch.tensor([[20.0, 0, 0, 0, 0, 0]]).repeat(6, 1)
+    one = torch.tensor([[20.0, -20, -20, -20, -20, -20]]).repeat(6, 1)
     assert balance_loss(one, torch.zeros(6, 1, dtype=torch.int64), rule).item() > 5.9
 
 

@@ -19,14 +19,18 @@ each rounded, sums over slots from the first on:
     dl      = dp * (p * (1 - p))                                   sigmoid
 
 The load-balancing loss of a layer is 1 if all experts have equal loads and scores (Fedus et al.,
-Switch Transformers, arXiv 2101.03961, eq. 4, over k slots). With f the share of rows per expert,
-float32, and T tokens:
+Switch Transformers, arXiv 2101.03961, eq. 4, over k slots). A token's sigmoids are divided by their
+sum (DeepSeek-V3, arXiv 2412.19437, eq. 19), so that the loss does not fall by lowering all of them.
+With f the share of rows per expert, float32, and T tokens:
 
-    P       = float32(exact_sum over tokens of p) / T
+    n       = 1 softmax, float32(exact_sum over experts of p) + floor sigmoid
+    q       = p / n
+    P       = float32(exact_sum over tokens of q) / T
     loss    = float32(exact_sum(f * P)) * E
     g       = (f * E) / T * dloss                                  backward
-    dl      = p * (g - float32(exact_sum over experts of p * g))   softmax
-    dl      = g * (p * (1 - p))                                    sigmoid
+    d       = g - float32(exact_sum over experts of q * g)
+    dl      = q * d                                                softmax
+    dl      = (d / n) * (p * (1 - p))                              sigmoid
 
 dl is rounded to the dtype of logits. Qwen3 and OLMoE have BF16 logits and softmax; DeepSeek-style
 routers have float32 logits, sigmoids and a bias for choice. `rule` is that of the family
@@ -92,20 +96,30 @@ class _Balance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shares: Tensor, rule: RoutingRule) -> Tensor:
         scores = router_scores(logits, rule)
-        ctx.save_for_backward(scores, shares)
+        total = _total_score(scores, rule)
+        ctx.save_for_backward(scores, total, shares)
         ctx.rule, ctx.dtype = rule, logits.dtype
-        means = exact_sum(scores.mT).float() / shares.new_tensor(len(scores))
+        means = exact_sum((scores / total).mT).float() / shares.new_tensor(len(scores))
         return exact_sum(shares * means).float() * len(shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        scores, shares = ctx.saved_tensors
+        scores, total, shares = ctx.saved_tensors
+        quotients = scores / total
         per_score = (shares * len(shares)) / shares.new_tensor(len(scores)) * grads[0]
+        relative = per_score - exact_sum(quotients * per_score).float()[:, None]
         if ctx.rule.scores == "softmax":
-            dlogits = scores * (per_score - exact_sum(scores * per_score).float()[:, None])
+            dlogits = quotients * relative
         else:
-            dlogits = per_score * (scores * (1.0 - scores))
+            dlogits = (relative / total) * (scores * (1.0 - scores))
         return dlogits.to(ctx.dtype), None, None
+
+
+def _total_score(scores: Tensor, rule: RoutingRule) -> Tensor:
+    """Return what the balancing loss divides a token's scores by, float32 [T, 1]."""
+    if rule.scores == "softmax":
+        return scores.new_ones(())
+    return exact_sum(scores).float()[:, None] + rule.floor
 
 
 class _Route(torch.autograd.Function):

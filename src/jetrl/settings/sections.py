@@ -259,7 +259,8 @@ class TrainSettings(Section):
     (docs/memory.md)"""
     router_aux_loss: NonNegativeFloat = 0.0
     """weight of a load-balancing loss over experts, mean over layers; 0: none. A model's own is
-    `router_aux_loss_coef` in its config.json, which is not read"""
+    `router_aux_loss_coef` in its config.json, which is not read; the loss of transformers is
+    num_experts_per_tok times this one"""
     compare_routes: bool | Literal["auto"] = "auto"
     """measure experts/routes_different by an additional forward per micro-batch; auto: only if the
     plan does not promise equal routes"""
