@@ -253,6 +253,7 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
         ),
         ([{"chosen": "H: 2+3? A: 5", "rejected": "H: 2+3? A: 6"}], {}, "no field 'prompt'"),
         ([{"messages": [FIVE], "answer": "5"}], {}, r"field 'messages' is \[\], not a text or"),
+        ([{"prompt": "", "answer": "5"}], {}, r"line 1: field 'prompt' is empty; fill it"),
         ([{"prompt": "?", "gold": 5}], {}, "no field 'answer'; there is: prompt, gold .*options.a"),
         (
             [{"prompt": "?", "messages": [USER, FIVE]}],

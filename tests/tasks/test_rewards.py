@@ -83,6 +83,20 @@ def test_signatures(function: Callable, prompt: Prompt, reward: Any) -> None:
     assert get_checker(name_of(function))(prompt, "2") == reward
 
 
+def test_parts_of_one_of_several_functions_are_kept() -> None:
+    def f(prompt, completion):
+        return Score(1.0, {"length": 2.0})
+
+    def g(prompt, completion):
+        return Score(None, {"length": 3.0})
+
+    names = [name_of(f, "f"), name_of(g, "g"), "math"]
+    score = get_checker(names)(PLAIN, "#### 2")
+    assert (score.reward, score.parts["f"], "g" in score.parts) == (2.0, 1.0, False)
+    assert (score.parts["length"], score.parts["g_length"]) == (2.0, 3.0)
+    assert score.parts["answered"] == 1.0, "of math"
+
+
 def test_several_rewards_are_added_with_weights() -> None:
     names = [name_of(ours), name_of(of_trl), name_of(lambda completions: [None], "skipped")]
     check = get_checker([*names, "exact"], weights=[1, 2, 100, 0.5])

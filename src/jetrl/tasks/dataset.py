@@ -421,6 +421,8 @@ class Dataset(Task):
         elif isinstance(question, str) and question:
             content = question_content(self.format, question)
         else:
+            if question == "":
+                raise UserError(f"{field} is empty; fill it, or drop the row")
             raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
         refuse_media(row, where)
         if images:

@@ -181,8 +181,10 @@ class Rewards:
             return next(iter(values.values()))
         score = Score(None)
         for name, value in values.items():
-            reward = None if _is_none(value) else to_score(value, name, prompt.id).reward
-            score = _plus(score, name, reward, self._factors[name], as_part=True)
+            own = Score(None) if _is_none(value) else to_score(value, name, prompt.id)
+            parts = {k if k not in score.parts else f"{name}_{k}": v for k, v in own.parts.items()}
+            score = Score(score.reward, {**score.parts, **parts})
+            score = _plus(score, name, own.reward, self._factors[name], as_part=True)
         return score
 
     def call(self, call: RewardCall, answers: Sequence[Answer], state: TrainerState) -> CallResult:
