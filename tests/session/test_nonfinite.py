@@ -117,6 +117,15 @@ def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_a_replay_of_a_finished_run_says_that_there_is_nothing_to_replay(
+    tmp_path: Path, bad_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(settings(tmp_path, "loop.steps=1"))
+    capsys.readouterr()
+    assert main(["replay", "--trust-task", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("nothing to replay: the run is finished")
+
+
 def test_a_nan_on_the_way_back_is_named_too(
     tmp_path: Path, bad_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ import sys
 from jetrl.cli.arguments import DEVICES, PLANS, add_trust_argument, print_json
 from jetrl.errors import NonFiniteError
 
+_NOTHING = "nothing to replay: the run is finished, and its last checkpoint is of its last step"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -44,5 +46,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"finite": not problem, "step": step, "problem": problem}, indent=1)
     else:
-        print(visible(problem, newlines=True) or f"every value is finite up to step {step}")
+        finite = f"every value is finite up to step {step}" if step else _NOTHING
+        print(visible(problem, newlines=True) or finite)
     return NonFiniteError.exit_code if problem else 0
