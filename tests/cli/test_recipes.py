@@ -105,6 +105,11 @@ def test_a_recipe_written_for_a_model_and_rows_passes_its_dry_run(
     if "own.jsonl" in words:
         assert "# Prompts: 18 for training, 2 for eval." in text
         assert (recipe["rollout"]["prompts_per_step"], recipe["eval"]["prompts"]) == (18, 2)
+    spaced = jetrl("init-recipe", *words, "--out", "my own.toml")
+    assert (
+        spaced.code,
+        "#     jetrl train 'my own.toml'\n" in Path("my own.toml").read_text(),
+    ) == (0, True)
     again = jetrl("init-recipe", *words, "--out", "mine.toml")
     assert (again.code, "mine.toml exists" in again.err) == (2, True)
 

@@ -122,6 +122,7 @@ def _head(out: Path, command: str, checked: RunContext, machine: Machine, others
     from jetrl.memory.plan import GIB
 
     cards, needed = machine.cards or 1, checked.memory.plan.needed / GIB
+    recipe = shlex.quote(str(out))
     start, gpus, where = "jetrl", "", "one GPU" if machine.device == "cuda" else "memory"
     if cards > 1:
         start, gpus = f"torchrun --nproc-per-node {cards} -m jetrl", f" --gpus {cards}"
@@ -134,9 +135,9 @@ def _head(out: Path, command: str, checked: RunContext, machine: Machine, others
         *([""] if others else []),
         *(str(way).replace("it fits", "It also fits", 1) for way in others),
         "",
-        f"    jetrl train {out} --dry-run{gpus}      settings, precision plan and memory plan",
-        f"    jetrl train {out} --preflight    a few prompts, completions and rewards first",
-        f"    {start} train {out}",
+        f"    jetrl train {recipe} --dry-run{gpus}      settings, precision plan and memory plan",
+        f"    jetrl train {recipe} --preflight    a few prompts, completions and rewards first",
+        f"    {start} train {recipe}",
     ]
     return "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
 
