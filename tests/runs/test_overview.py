@@ -7,6 +7,7 @@ from rich.console import Console as RichConsole
 
 import jetrl.runs.plots
 from jetrl.errors import UserError
+from jetrl.runs.format import metric_value
 from jetrl.runs.overview import list_runs, runs_table
 from jetrl.runs.plots import plot_runs
 
@@ -57,3 +58,11 @@ def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monk
     drawn.clear()
     plot_runs([make_run("rl", steps=5, sft=3)], ["timing/step_s"], tmp_path / "rl.png")
     assert drawn == [5], "not those of its warm-up"
+
+
+def test_an_evaluation_is_no_percentage_next_to_one_above_1():
+    assert (metric_value("eval/a/mean", 0.776), metric_value("eval/a/mean", 1.02)) == (
+        "77.6%",
+        "1.02",
+    )
+    assert metric_value("eval/a/mean", 0.776, beside=(0.776, 1.02)) == "0.776"

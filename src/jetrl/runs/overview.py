@@ -106,7 +106,8 @@ def show_run(path: str | Path) -> str:
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
     for change in filter(None, (history.reward, *history.evals)):
-        ends = " -> ".join(metric_value(change.name, v) for v in (change.first, change.last))
+        values = (change.first, change.last)
+        ends = " -> ".join(metric_value(change.name, v, beside=values) for v in values)
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
         rows.append(("mismatch", f"{_mismatch_text(history)} different"))
@@ -227,7 +228,8 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("digest", *(run.digest[:_SHORT] or "none" for run in runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
-        cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)
+        all_of = [run.reached[name] for run in runs if name in run.reached]
+        cells = (_reached(name, run.reached, first.reached, run is first, all_of) for run in runs)
         rows.append((name, *cells))
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         base = next(run.settings[key][0] for run in runs if key in run.settings)
@@ -334,11 +336,13 @@ def _reached_by(records: Sequence[Record]) -> Metrics:
     return {name: reduce(values) for name, reduce, values in found if values}
 
 
-def _reached(name: str, own: Metrics, first: Metrics, is_first: bool) -> str:
+def _reached(
+    name: str, own: Metrics, first: Metrics, is_first: bool, all_of: Sequence[float]
+) -> str:
     if name not in own:
         return ""
     value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")
-    text = duration(value) if is_time else metric_value(name, value)
+    text = duration(value) if is_time else metric_value(name, value, beside=all_of)
     if is_first or metric is None or not metric.measured or not first.get(name) or not value:
         return text
     if name.startswith("memory/"):

@@ -193,7 +193,8 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
 
 
 def _change_tile(label: str, change: Change) -> Html:
-    first, last = (metric_value(change.name, value) for value in (change.first, change.last))
+    ends = (change.first, change.last)
+    first, last = (metric_value(change.name, value, beside=ends) for value in ends)
     if change.first_step == change.last_step:
         return tile(label, text(last), f"step {change.last_step}")
     return tile(
