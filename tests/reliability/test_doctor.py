@@ -14,6 +14,7 @@ import pytest
 from jetrl.cli.main import main as jetrl
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.directory import RunDirectory
+from jetrl.training import checkpoint_files
 
 Said = Callable[[], tuple[int, str]]
 
@@ -83,6 +84,20 @@ def test_a_finished_run(run: Path, doctor: Said, capsys: pytest.CaptureFixture[s
     assert {"status": "OK", "name": "checkpoints"}.items() <= found[2].items()
     assert jetrl(["doctor", str(run.parent)]) == 2
     assert "not a run directory" in capsys.readouterr().err
+
+
+def test_steps_that_a_run_takes_meanwhile_are_not_counted(
+    run: Path, doctor: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+    def slow(path: Path) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(last | {"step": last["step"] + 19}) + "\n")
+
+    monkeypatch.setattr(checkpoint_files, "check_intact", slow)
+    assert "intact: 2; a resume repeats 1 step" in doctor()[1]
 
 
 def test_a_killed_run_and_the_command_that_continues_it(run: Path, doctor: Said) -> None:

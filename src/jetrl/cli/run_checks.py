@@ -112,6 +112,8 @@ def _check_progress(run: RunDirectory) -> list[Finding]:
 
 def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     """Report intact and damaged checkpoints, and how many steps a resume would repeat."""
+    steps = run.metrics("rl")  # first: an active run takes steps during the imports and reads
+
     from jetrl.training.checkpoint import CheckpointFolder
     from jetrl.training.checkpoint_files import check_intact
 
@@ -135,7 +137,6 @@ def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     if not whole:
         return [Finding("WARN", "checkpoints", "none yet", "a resume starts from the beginning")]
     last = whole[-1]
-    steps = run.metrics("rl")
     ahead = (steps[-1]["step"] if steps else 0) - int(last) if last.isdigit() else 0
     again = f"; a resume repeats {ahead} step{'s' * (ahead > 1)}" if ahead > 0 else ""
     return [*damaged, Finding("OK", "checkpoints", f"intact: {', '.join(whole)}{again}")]
