@@ -347,3 +347,18 @@ def test_a_scalar_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
     read = read_adapter(tmp_path / "adapter", config)
     again = ScalarModel.from_language_model(base, plan, adapter=read)
     assert torch.equal(again.scores(SEQUENCES, 99), model.scores(SEQUENCES, 99))
+
+
+@pytest.mark.parametrize(("family", "dropped"), [("qwen3_moe", False), ("qwen2_moe", True)])
+def test_an_export_says_that_peft_would_drop_adapters_of_experts(
+    family: str, dropped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    sizes = ["--num-experts", "2", "--num-layers", "1", "--tokenizer", "characters"]
+    assert jetrl(["init", str(base), "--family", family, *sizes]) == 0
+    lora = LoRA(rank=2, alpha=4, targets=("up_proj", "down_proj"))
+    plan = PrecisionPlan.preset("fp32")
+    new = Adapter.new(model_config(base), lora, seed=0)
+    Policy.from_pretrained(base, plan, adapter=new).save_pretrained(adapter)
+    assert jetrl(["export", str(adapter), str(out)]) == 0
+    assert ("peft 0.21 drops" in capsys.readouterr().out) is dropped

@@ -190,3 +190,7 @@ def test_a_layer_with_experts_is_refused_by_name() -> None:
     assert "saved" not in PrecisionPlan.preset("int8").to_dict()
     with pytest.raises(UserError, match=r"precision\.saved.*layer 0 of \w+ is Qwen3Experts"):
         Policy.from_config(SHAPES["tiny-experts"], plan=plan)
+    # The attention of this family does not save codes either, but experts are the reason to give.
+    olmoe = SHAPES["olmoe-1b-7b"] | {"num_hidden_layers": 1}
+    with pytest.raises(UserError, match=r"precision\.saved.*layer 0 of \w+ is OlmoeExperts"):
+        Policy.from_config(olmoe, plan=plan)

@@ -60,6 +60,7 @@ def _export(args: argparse.Namespace) -> int:
     from jetrl.cli.opening import find_model, open_policy
     from jetrl.models import hf
     from jetrl.models.nvfp4_files import is_nvfp4
+    from jetrl.models.peft import experts_among_others
 
     if args.merge and args.base is not None:
         raise UserError("--base goes with an adapter, but --merge writes a whole model")
@@ -79,6 +80,8 @@ def _export(args: argparse.Namespace) -> int:
     _name_base(args, policy)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")
+    if policy.lora is not None and experts_among_others(policy.config, policy.master_weights()):
+        print("peft 0.21 drops a part of these files without an error: use --merge instead")
     return 0
 
 

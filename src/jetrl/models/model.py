@@ -404,7 +404,7 @@ def _check_images(config: ModelConfig, plan: PrecisionPlan) -> None:
 def _check_saved(config: ModelConfig, plan: PrecisionPlan) -> None:
     """Raise a UserError if a layer does not save activations as codes."""
     for number, layer in enumerate(config.layers):
-        for half in (layer.mixer, layer.block):
+        for half in (layer.block, layer.mixer):
             if half.saved_codes is None:
                 raise UserError(
                     f"precision.saved = {plan.saved} is for dense layers, and layer {number} of "

@@ -33,6 +33,7 @@ from jetrl.errors import UserError, named
 from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
 from jetrl.models.coded_weights import CodedWeights
+from jetrl.models.experts_shape import ExpertsShape
 from jetrl.models.families import (
     FAMILIES,
     FP8_BLOCK,
@@ -487,3 +488,21 @@ class MergedWeights(CodedWeights):
         for (first, count), part_a, part_b in parts:
             change[first : first + count] = (shape.scale * part_b) @ part_a
         return change
+
+
+def experts_among_others(config: ModelConfig, names: Iterable[str]) -> bool:
+    """Return whether experts are adapted in a model that also has dense layers or shared experts.
+
+    Of such adapters peft 0.21 with transformers 5 reads only some, and reports no error.
+    `names` are those of trained parameters.
+    """
+    adapted = {name.rpartition(".")[0] for name in names}
+    blocks = [layer.block for layer in config.layers]
+    of_experts = any(
+        isinstance(block, ExpertsShape) and f"layers.{index}.{linear}" in adapted
+        for index, block in enumerate(blocks)
+        for linear in block.by_name
+    )
+    return of_experts and any(
+        not isinstance(block, ExpertsShape) or block.shared_width for block in blocks
+    )

@@ -3,7 +3,7 @@
 The values of a block share a scale. There are no kernels that multiply such codes (Hopper has no
 instruction for it), so products are emulated: a code times its scale has at most 8 significant bits
 and is exact in BF16, and BF16 products read these values. The rule, for a block with absolute
-maximum a, each operation one float32 rounding:
+maximum a, taken as 2**-100 if it is less, each operation one float32 rounding:
 
     A  = max(|x|), at least 2**-100     of the row if blocks are 1 x 16, of the matrix if 16 x 16
     s  = 2**e, the smallest with A <= 6 * 448 * s                                  NVFP4; else 1
