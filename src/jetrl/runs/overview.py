@@ -229,7 +229,10 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
         all_of = [run.reached[name] for run in runs if name in run.reached]
-        cells = (_reached(name, run.reached, first.reached, run is first, all_of) for run in runs)
+        cells = (
+            _reached(name, run.reached, first=first.reached, is_first=run is first, all_of=all_of)
+            for run in runs
+        )
         rows.append((name, *cells))
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         base = next(run.settings[key][0] for run in runs if key in run.settings)

@@ -247,8 +247,8 @@ def _samples(run: RunDirectory, config: Record) -> Html:
 def _sample(record: Record, pictures: Html = Html("")) -> Html:
     # A completion that no reward function or harness scored has none.
     reward = record.get("reward", 0.0)
-    is_bad = bool(record.get("failure")) or (reward or 0.0) < 0
-    tone = "good" if (reward or 0.0) > 0 else "bad" if is_bad else ""
+    value = reward or 0.0
+    tone = "good" if value > 0 else "bad" if record.get("failure") or value < 0 else ""
     facts = [f"{len(record.get('token_ids', ()))} tokens"]
     if len(record.get("turns") or ()) > 1:
         facts.append(f"{len(record['turns'])} turns")

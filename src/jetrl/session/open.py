@@ -243,7 +243,7 @@ def check_run(
     _check_contexts(settings, config, others, _longest(prompts))
     read = [*prompts, *eval_prompts]
     largest = largest_image(policy, [prompt.inputs for prompt in read])
-    load = Workload.of(settings, config, _longest(read), max_turns, largest)
+    load = Workload.of(settings, config, _longest(read), max_turns=max_turns, largest_image=largest)
     run = RunContext(
         settings=settings,
         machine=machine,
