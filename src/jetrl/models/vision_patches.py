@@ -110,7 +110,7 @@ class PatchReader:
         grid = read["image_grid_thw"]
         merge = self._shape.vision_config.spatial_merge_size
         assert tuple(grid[0, 1:] // merge) == self.grid(image), f"patches {grid} of {image}"
-        return self._joined(modules(read["pixel_values"].to(device, dtype), grid))
+        return self._joined(modules(read["pixel_values"].to(device, dtype), grid.to(device)))
 
     def _joined(self, made: Any) -> Tensor:
         """Return the features in the output of the tower."""
