@@ -35,7 +35,11 @@ from jetrl.runs.plots import COLORS, STYLE
 KINDS = {kind.key: kind for kind in CURVES}
 TITLES = {"reward": "Reward", "held_out": "Held-out accuracy"}
 TITLES |= {"k3_kl": "K3 KL, sampler to trainer", "grad_norm": "Gradient norm"}
-LABELS = {"int8": "int8: eight bits, exact", "mixed": "mixed: FP8 sampler, BF16 trainer"}
+LABELS = {
+    "int8": "int8: eight bits, exact",
+    "unified": "unified: FP8, exact",
+    "mixed": "mixed: FP8 sampler, BF16 trainer",
+}
 LINES = ("blue", "slate", "amber", "green", "violet", "pink", "teal", "brown")
 RADIUS = 2  # points on both sides in a moving mean
 POWERS = 8  # of ten, at most, on the KL's axis; what is below them is drawn as 0
