@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.stored_weights import (
     SIZES,
     assert_same_tensors,
@@ -174,6 +177,21 @@ def test_what_is_wrong_with_a_directory_is_named(case: str, tmp_path: Path) -> N
     damage(tmp_path / "m")
     with pytest.raises(UserError, match=message):
         read_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe", "glm4_moe"])
+def test_every_tensor_with_a_nan_or_an_infinity_is_named(family: str, tmp_path: Path) -> None:
+    config = our_config(family, **FAMILIES[family].block.tiny())
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), Encoding("float32"))
+    good = load_file(tmp_path / "m" / WEIGHTS)
+    assert {".gate." in name for name in good} >= {family != "qwen3"}  # a router
+    for number, name in enumerate(good):
+        bad = (math.nan, math.inf, -math.inf, 1e300)[number % 4]
+        tensor = good[name].double() if bad == 1e300 else good[name].clone()
+        tensor.view(-1)[-1] = bad
+        save_file(good | {name: tensor}, tmp_path / "m" / WEIGHTS)
+        with pytest.raises(UserError, match=rf"{WEIGHTS}: {re.escape(name)} has a NaN or an inf"):
+            read_model(tmp_path / "m")
 
 
 def test_bad_shards(tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ class _StoredWeights(CodedWeights):
                 f"float16 and float64 without {scales_name}, and float8_e4m3fn with it"
             )
         if not fp8:
+            _check_finite(tensor, f"{file}: {part.name}")
             return tensor
         if part.layer is not None and not part.linear_weight:
             raise UserError(
@@ -357,3 +358,15 @@ class _StoredWeights(CodedWeights):
             return tensor.to(self._device)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
+
+
+def _check_finite(tensor: Tensor, what: str) -> None:
+    """Raise a UserError if a tensor has a NaN or an infinity, also once it is float32.
+
+    Extremes need no memory and about a tenth of the time of the conversion to float32.
+    """
+    if not bool(torch.stack(tensor.aminmax()).float().isfinite().all()):
+        raise UserError(
+            f"{what} has a NaN or an infinity: copy or download the file again, or use an earlier "
+            "checkpoint of the model"
+        )
