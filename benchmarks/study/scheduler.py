@@ -41,6 +41,7 @@ from benchmarks.study.results import (
     result_of,
     write_stored,
 )
+from benchmarks.study.tables import shown_mean
 from pydantic import Field, ValidationError
 
 from jetrl.errors import NonFiniteError, UserError
@@ -370,7 +371,7 @@ class Sitting:
         if result.common is not None and self.definition.reads_text:
             words.append(f"held-out loss {result.common.mean:.4f}")
         elif result.common is not None:
-            words.append(f"held out {100 * result.common.mean:.1f}%")
+            words.append(f"held out {shown_mean(result.common.mean)}")
         if learned_nothing(result):
             words.append(f"{NOTHING_LEARNED}: see {self.definition.out / 'logs'}/{run.name}.txt")
         if result.end == "nonfinite":

@@ -172,14 +172,24 @@ def _equivalence(comparison: Comparison, level: float) -> str:
     return f"{'yes' if p < level else 'not shown'} (p {shown_p(p)})"
 
 
+def shown_mean(mean: float) -> str:
+    """Return a mean reward as a percentage, or as a number if it is not from 0 to 1."""
+    return percent(mean) if 0 <= mean <= 1 else number(mean)
+
+
 def shown_interval(interval: Interval | None, signed: bool = False) -> str:
     """Return a mean of shares with its interval in percent, clipped to possible values.
+
+    A mean that no shares have is a number.
 
     Args:
         interval: The interval; None: a dash.
     """
     if interval is None:
         return DASH
+    if not (-1 if signed else 0) <= interval.mean <= 1:
+        ends = "" if math.isnan(interval.low) else f" [{interval.low:.4g}, {interval.high:.4g}]"
+        return f"{interval.mean:.4g}{ends}"
     form = "+.2f" if signed else ".2f"
     mean = f"{100 * interval.mean:{form}}%"
     if math.isnan(interval.low):
@@ -368,5 +378,5 @@ def seed_tables(
 def _ending(run: RunResult, lost: Mapping[str, Loss]) -> str:
     """Return the final accuracy of a run, and how it was lost."""
     accuracy = common_accuracy(run)
-    words = ["no weights" if accuracy is None else f"{100 * accuracy:.1f}%"]
+    words = ["no weights" if accuracy is None else shown_mean(accuracy)]
     return ", ".join([*words, *([lost[run.name]] if run.name in lost else [])])

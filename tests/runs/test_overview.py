@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console as RichConsole
 
 import jetrl.runs.plots
 from jetrl.errors import UserError
-from jetrl.runs.format import metric_value
-from jetrl.runs.overview import list_runs, runs_table
+from jetrl.runs.console import _step_line
+from jetrl.runs.overview import compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.plots import plot_runs
+from jetrl.runs.report import write_report
 
 
 def test_listing_has_good_and_damaged_runs(make_run):
@@ -60,9 +62,37 @@ def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monk
     assert drawn == [5], "not those of its warm-up"
 
 
-def test_an_evaluation_is_no_percentage_next_to_one_above_1():
-    assert (metric_value("eval/a/mean", 0.776), metric_value("eval/a/mean", 1.02)) == (
-        "77.6%",
-        "1.02",
-    )
-    assert metric_value("eval/a/mean", 0.776, beside=(0.776, 1.02)) == "0.776"
+MEAN, OUTSIDE = "eval/a/mean", "eval/a/outside_0_1"
+
+
+@pytest.mark.parametrize(
+    "early, late, ends",
+    [
+        ({MEAN: 0.776}, {MEAN: 0.006}, ("77.6%", "0.6%")),
+        ({MEAN: 0.776, OUTSIDE: 3}, {MEAN: 0.006}, ("0.776", "0.006")),
+        ({MEAN: 1.02}, {MEAN: 0.006}, ("1.02", "0.006")),  # an earlier version wrote the run
+    ],
+    ids=["rewards from 0 to 1", "rewards above 1", "a mean above 1"],
+)
+def test_an_evaluation_is_a_percentage_if_its_rewards_are_from_0_to_1(
+    early, late, ends, make_run, monkeypatch
+):
+    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda chart: "")
+    monkeypatch.setattr("jetrl.runs.report.to_png", lambda chart, path: None)
+    runs = [make_run(name, steps=2, evaluate=False) for name in "ab"]
+    file = runs[0] / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    changed = [line | more for line, more in zip(lines, (early, late), strict=True)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    assert f"{ends[0]} -> {ends[1]}  (step 1 to 2)" in show_run(runs[0])
+    out = io.StringIO()
+    RichConsole(file=out, width=120).print(runs_table(list_runs(runs[0].parent)))
+    assert f" {ends[1]} " in out.getvalue()
+    report = write_report(runs[0]).read_text(encoding="utf-8")
+    assert f"{ends[0]} &rarr;" in report
+    assert f"a/mean {' to '.join(ends)}" in report
+    if early != {MEAN: 1.02}:
+        rows = {row[0]: row[1:] for row in comparison_rows(compare_runs(runs))}
+        assert rows[MEAN][0] == ends[1]
+    line = "".join(text for text, _ in _step_line("step", 1, 2, early))
+    assert f"eval a {ends[0]}" in line

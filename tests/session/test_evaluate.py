@@ -159,6 +159,16 @@ def test_the_accuracy_of_partial_credit_is_a_metric():
     assert "eval sums 62.5%  accuracy 25.0%" in line
 
 
+@pytest.mark.parametrize("rewards, outside", [((0.5, 1.0), 0), ((1.5, -0.5), 2), ((0, -0.1), 1)])
+def test_rewards_outside_0_to_1_are_counted(rewards, outside):
+    samples = [
+        Sample(PROMPTS[0].prompt, 0, PROMPTS[0].inputs, Completion((1,), (0.0,), "stop"), Score(r))
+        for r in rewards
+    ]
+    found = check_metrics(eval_metrics("sums", _results(samples, 2, 1.0)))
+    assert found.get("eval/sums/outside_0_1", 0) == outside
+
+
 def test_the_interval_covers_the_mean_of_few_prompts_and_a_small_share():
     """The normal interval from the spread covers p = 0.02 of 30 prompts in 45% of the draws."""
     generator = np.random.default_rng(0)

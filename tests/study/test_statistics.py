@@ -7,7 +7,15 @@ import math
 from statistics import stdev
 
 import pytest
-from benchmarks.study.statistics import adjusted, compare, mean_interval, signed_rank_test, t_test
+from benchmarks.study.statistics import (
+    Interval,
+    adjusted,
+    compare,
+    mean_interval,
+    signed_rank_test,
+    t_test,
+)
+from benchmarks.study.tables import shown_interval, shown_mean
 
 
 @pytest.mark.parametrize(
@@ -22,6 +30,15 @@ def test_intervals_have_the_quantiles_of_printed_tables(
     half = quantile * stdev(values) / math.sqrt(n)
     assert interval.high - interval.mean == pytest.approx(half, rel=2e-4)
     assert interval.mean - interval.low == pytest.approx(half, rel=2e-4)
+
+
+def test_a_mean_reward_that_is_not_a_share_is_shown_as_a_number() -> None:
+    assert [shown_mean(mean) for mean in (0.776, 1.53, -0.2)] == ["77.6%", "1.53", "-0.2"]
+    share, above = Interval(0.5, 0.4, 1.2, 3), Interval(1.53, 0.9, 2.16, 3)
+    assert shown_interval(share) == "50.00% [40.00, 100.00]"
+    assert (shown_interval(above), shown_interval(above, signed=True)) == ("1.53 [0.9, 2.16]",) * 2
+    assert shown_interval(Interval(-0.2, math.nan, math.nan, 1)) == "-0.2"
+    assert shown_interval(Interval(-0.2, -0.3, -0.1, 3), signed=True) == "-20.00% [-30.00, -10.00]"
 
 
 def test_paired_tests_computed_by_hand() -> None:

@@ -8,7 +8,6 @@ run continues.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
@@ -23,8 +22,8 @@ from rich.text import Text
 
 from jetrl.distributed.console import drop_output
 from jetrl.distributed.world import world
-from jetrl.runs.format import clip, count, duration, metric_value, number, percent, spread, visible
-from jetrl.runs.metrics import is_eval_mean
+from jetrl.runs.format import clip, count, duration, number, percent, spread, visible
+from jetrl.runs.metrics import is_eval_mean, is_share
 from jetrl.types import Metrics, Sample, StepStats
 
 logger = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ def _step_line(title: str, step: int, total: int, metrics: Metrics) -> list[Piec
     add("reward", "reward/mean", lambda v: f"{v:.3f}")
     for name in sorted(metrics):
         if is_eval_mean(name):
-            form = functools.partial(metric_value, name)
+            form = percent if is_share(name, [metrics]) else number
             add(f"eval {visible(name[5:-5])}", name, form, "bold cyan")
             add("accuracy", f"{name.removesuffix('mean')}accuracy", percent, "bold cyan")
     add("length", "response_length/mean", lambda v: f"{v:.1f}")

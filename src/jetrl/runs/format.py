@@ -64,15 +64,6 @@ def date(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def metric_value(name: str, value: float, beside: Sequence[float] = ()) -> str:
-    """Return a metric's value as text: an evaluation from 0 to 1 is a percentage.
-
-    Not if one of the values that are shown beside it is below 0 or above 1.
-    """
-    is_share = all(0 <= each <= 1 for each in (value, *beside))
-    return percent(value) if name.startswith("eval/") and is_share else number(value)
-
-
 def clip(text: str, width: int) -> str:
     """Return the text in at most `width` characters, with ... in place of its end."""
     return text if len(text) <= width else text[: width - 3] + "..."

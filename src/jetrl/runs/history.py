@@ -9,18 +9,32 @@ from typing import Any
 
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.digest import last_digest
-from jetrl.runs.metrics import is_eval_mean
+from jetrl.runs.format import number, percent
+from jetrl.runs.metrics import is_eval_mean, is_share
 from jetrl.runs.storage import Record
 from jetrl.types import Metrics
 
 
 @dataclass(frozen=True)
 class Change:
+    """The first and last value of a metric.
+
+    Attributes:
+        is_share: The values are shares of 1, and shown as percentages.
+    """
+
     name: str
     first_step: int
     first: float
     last_step: int
     last: float
+    is_share: bool = False
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Return the first and last value as text."""
+        form = percent if self.is_share else number
+        return form(self.first), form(self.last)
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,14 @@ def change_of(records: Sequence[Record], name: str) -> Change | None:
     if not having:
         return None
     first, last = having[0], having[-1]
-    return Change(name, first["step"], first[name], last["step"], last[name])
+    return Change(
+        name=name,
+        first_step=first["step"],
+        first=first[name],
+        last_step=last["step"],
+        last=last[name],
+        is_share=is_share(name, having),
+    )
 
 
 def phase_of(record: Record) -> str:
@@ -118,8 +139,8 @@ def _elapsed(times: Sequence[float], attempts: Sequence[Attempt]) -> float:
     if not attempts:
         return max(times) - min(times) if times else 0.0
     total = 0.0
-    for number, attempt in enumerate(attempts):
-        following = attempts[number + 1].started if number + 1 < len(attempts) else float("inf")
+    for index, attempt in enumerate(attempts):
+        following = attempts[index + 1].started if index + 1 < len(attempts) else float("inf")
         seen = [t for t in times if attempt.started <= t < following]
         end = attempt.ended if attempt.ended is not None else max(seen, default=attempt.started)
         total += max(0.0, end - attempt.started)

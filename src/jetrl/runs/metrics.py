@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,18 @@ def eval_metric(task: str, what: str) -> str:
 
 def is_eval_mean(name: str) -> bool:
     return name.startswith("eval/") and name.endswith("/mean")
+
+
+def outside_metric(mean: str) -> str:
+    """Return the name of the number of rewards below 0 or above 1 in a mean on the eval split."""
+    return f"{mean.removesuffix('mean')}outside_0_1"
+
+
+def is_share(name: str, records: Iterable[Metrics]) -> bool:
+    """Return True for a mean reward on the eval split whose rewards were all from 0 to 1."""
+    outside = outside_metric(name)
+    having = [record for record in records if name in record]
+    return is_eval_mean(name) and all(0 <= r[name] <= 1 and outside not in r for r in having)
 
 
 def task_metric(what: str, task: str) -> str:

@@ -26,9 +26,9 @@ from jetrl.runs.digest import (
     words_of,
 )
 from jetrl.runs.directory import RunDirectory, settings_that_differ
-from jetrl.runs.format import clip, count, date, duration, labels, metric_value, number, visible
+from jetrl.runs.format import clip, count, date, duration, labels, number, percent, visible
 from jetrl.runs.history import RunHistory, history_of, mean, phase_of, values_of
-from jetrl.runs.metrics import find_metric, reproducible
+from jetrl.runs.metrics import find_metric, is_share, outside_metric, reproducible
 from jetrl.runs.storage import Record
 from jetrl.settings.loading import as_override
 from jetrl.types import Metrics
@@ -76,7 +76,7 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
             Text(visible(row.preset)),
             count(history.num_steps),
             number(history.reward.last) if history.reward else "",
-            metric_value(history.evals[0].name, history.evals[0].last) if history.evals else "",
+            history.evals[0].ends[1] if history.evals else "",
             _mismatch_text(history).partition(" ")[0],
             duration(history.elapsed_s),
             date(history.started)[5:],
@@ -106,8 +106,7 @@ def show_run(path: str | Path) -> str:
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
     for change in filter(None, (history.reward, *history.evals)):
-        values = (change.first, change.last)
-        ends = " -> ".join(metric_value(change.name, v, beside=values) for v in values)
+        ends = " -> ".join(change.ends)
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
         rows.append(("mismatch", f"{_mismatch_text(history)} different"))
@@ -228,9 +227,9 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("digest", *(run.digest[:_SHORT] or "none" for run in runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
-        all_of = [run.reached[name] for run in runs if name in run.reached]
+        form = percent if is_share(name, [run.reached for run in runs]) else number
         cells = (
-            _reached(name, run.reached, first=first.reached, is_first=run is first, all_of=all_of)
+            _reached(name, run.reached, first=first.reached, is_first=run is first, form=form)
             for run in runs
         )
         rows.append((name, *cells))
@@ -330,9 +329,12 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 def _reached_by(records: Sequence[Record]) -> Metrics:
     """Return means, last evaluations, medians and peaks of a run, by metric."""
     end = records[-max(1, len(records) // 10) :]
+    evals = history_of(records).evals
+    outside = [outside_metric(change.name) for change in evals]
     found: list[tuple[str, Callable[[list[float]], float], list[float]]] = [
         *((name, mean, values_of(end, name)) for name in _REACHED),
-        *((change.name, max, [change.last]) for change in history_of(records).evals),
+        *((change.name, max, [change.last]) for change in evals),
+        *((name, max, values_of(records, name)) for name in outside),
         *((name, statistics.median, values_of(records, name)) for name in _MEDIANS),
         ("memory/peak_gib", max, values_of(records, "memory/peak_gib")),
     ]
@@ -340,12 +342,12 @@ def _reached_by(records: Sequence[Record]) -> Metrics:
 
 
 def _reached(
-    name: str, own: Metrics, first: Metrics, is_first: bool, all_of: Sequence[float]
+    name: str, own: Metrics, first: Metrics, is_first: bool, form: Callable[[float], str]
 ) -> str:
     if name not in own:
         return ""
     value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")
-    text = duration(value) if is_time else metric_value(name, value, beside=all_of)
+    text = duration(value) if is_time else form(value)
     if is_first or metric is None or not metric.measured or not first.get(name) or not value:
         return text
     if name.startswith("memory/"):

@@ -26,7 +26,7 @@ from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import clip, count, labels, number, percent, visible
 from jetrl.runs.history import in_phase, values_of
-from jetrl.runs.metrics import find_metric, is_eval_mean
+from jetrl.runs.metrics import find_metric, is_eval_mean, is_share
 from jetrl.runs.storage import Record
 
 Records = Sequence[dict[str, Any]]
@@ -260,7 +260,7 @@ def _evaluation(records: Records) -> Chart | None:
         {n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|accuracy|pass_at_k)", n)}
     )
     values = {name: values_of(records, name) for name in names}
-    shares = all(0 <= value <= 1 for measured in values.values() for value in measured)
+    shares = all(is_share(name, records) for name in names if is_eval_mean(name))
     drawn = {
         name: clip(visible(name.removeprefix("eval/").replace("pass_at_k", "pass@k")), 60)
         for name in names  # with one greedy completion per prompt, mean and pass@k are the same

@@ -19,7 +19,7 @@ from jetrl.files import read_bytes
 from jetrl.runs.anomalies import Anomalies, Learning
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import clip, count, date, duration, metric_value, number, spread, visible
+from jetrl.runs.format import clip, count, date, duration, number, spread, visible
 from jetrl.runs.history import Change, RunHistory, change_of, in_phase
 from jetrl.runs.plots import PALETTE, Chart, charts_of, to_png, to_svg
 from jetrl.runs.schemas import prompt_text
@@ -193,8 +193,7 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
 
 
 def _change_tile(label: str, change: Change) -> Html:
-    ends = (change.first, change.last)
-    first, last = (metric_value(change.name, value, beside=ends) for value in ends)
+    first, last = change.ends
     if change.first_step == change.last_step:
         return tile(label, text(last), f"step {change.last_step}")
     return tile(

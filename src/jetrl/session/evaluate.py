@@ -35,6 +35,7 @@ class Evaluation:
         interval: 95% confidence interval of the mean over similar prompts (docs/tasks.md); None
             for one prompt, or if all partial rewards are equal.
         accuracy: Fraction of completions with a reward of at least 1.
+        outside_0_1: Number of rewards below 0 or above 1.
         by_task: Results per task of a mixture, by `Prompt.task`; otherwise {}.
         maj_at_k: Fraction of groups of k completions per prompt whose most frequent answer (the
             first if tied) solves the prompt; {} if answers cannot be compared.
@@ -48,6 +49,7 @@ class Evaluation:
     samples: tuple[Sample, ...]
     interval: tuple[float, float] | None = None
     accuracy: float = 0.0
+    outside_0_1: int = 0
     by_task: Mapping[str, Evaluation] = field(default_factory=dict)
     maj_at_k: Mapping[int, float] = field(default_factory=dict)
 
@@ -137,6 +139,7 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
         samples=tuple(samples),
         interval=_interval(groups),
         accuracy=mean(rewards >= 1.0),
+        outside_0_1=int(np.sum((rewards < 0.0) | (rewards > 1.0))),
     )
 
 

@@ -236,6 +236,8 @@ def eval_metrics(task: str, evaluation: Evaluation, partial_credit: bool = False
     }
     if partial_credit:
         values["accuracy"] = evaluation.accuracy
+    if evaluation.outside_0_1:
+        values["outside_0_1"] = float(evaluation.outside_0_1)
     metrics = {eval_metric(task, name): value for name, value in values.items()}
     for mixed_task, own in evaluation.by_task.items():
         metrics |= eval_metrics(mixed_task, own, partial_credit)
