@@ -170,6 +170,27 @@ def test_eval_says_which_part_of_a_file_it_evaluates(
         assert (len(answer["samples"]), answer["prompts_of_split"]) == (count, count)
     one = json.loads(jetrl(*words, "--prompts", 1).out)
     assert (one["margin"], one["interval"], one["prompts_of_split"]) == (None, None, 4)
+    asked = jetrl(*words, "--prompts", 5).err
+    assert asked.count("--prompts 5: task questions has only 4 in split test, and all are ") == 1
+    assert "--prompts" not in jetrl(*words, "--prompts", 4).err
+
+
+def test_eval_counts_completions_without_a_reward(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    file, judge = tmp_path / "questions.jsonl", tmp_path / "judge.py"
+    file.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(4)))
+    judge.write_text(
+        "def judge(prompts, **_):\n"
+        "    return [{'0': None, '1': 1.0, '2': 0.0, '3': 1.0}[prompt[0]] for prompt in prompts]\n"
+    )
+    words = ("eval", tiny_model, "--task", file, "--split", "all", "--max-tokens", 2)
+    words += ("--option", "format=text", "--option", f"checker={judge}:judge", "--workers", 0)
+    done = jetrl(*words)
+    assert done.code == 0, done.err
+    assert re.search(r"mean@1 +0\.6667 ", done.out)
+    assert re.search(r"left out +1 of 4 completions \(reward None\)\n", done.out)
+    assert "accuracy" not in done.out
 
 
 def test_eval_of_a_run_says_which_of_its_training_prompts_are_asked(
@@ -187,6 +208,8 @@ def test_eval_of_a_run_says_which_of_its_training_prompts_are_asked(
     assert (done.code, "trained on" in done.err, "has no splits" in done.err) == (0, False, False)
     own = ("--option", "format=text")
     assert "trained on" not in jetrl(*words, "--task", file, *own).err
+    first = jetrl(*words, "--task", file, *own, "--split", "all", "--prompts", 12).err
+    assert re.search(r"warning: (9|1\d) of 12 evaluation prompts are also trained on", first)
     for other in (("--option", "seed=3"), ("--task", file, *own, "--split", "all")):
         err = jetrl(*words, *other).err
         assert re.search(r"warning: (4|3|36) of (4|40) evaluation prompts are also trained on", err)

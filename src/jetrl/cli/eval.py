@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,15 +123,23 @@ def _say_which_prompts(
     task: Task,
     prompts: list[Prompt],
 ) -> None:
-    """Report on stderr if only part of a file is evaluated, or if the run trained on it."""
+    """Report on stderr if a file or --prompts has more, or if the run trained on the prompts."""
     from jetrl.settings.loading import load_config
     from jetrl.tasks import build_task, read_prompts
-    from jetrl.tasks.registry import trained_on
+    from jetrl.tasks.registry import first_of_each, trained_on
 
     split = own.task.eval_split
     about = task.about_split(split) if args.task and not args.split else ""
     if about:
         print(f"{about}; --split all evaluates all of them", file=sys.stderr)
+    for part, size in Counter(prompt.task for prompt in prompts).items():
+        if args.prompts and size < args.prompts:
+            name = f"{part} of task {task.label}" if part else f"task {task.label}"
+            print(
+                f"--prompts {args.prompts}: {name} has only {size} in split {split}, and all are "
+                "evaluated",
+                file=sys.stderr,
+            )
     if location.run is None:
         return
     # Read the run's training data with its own options: another seed splits the data differently.
@@ -140,7 +149,7 @@ def _say_which_prompts(
             return
         with _trusting(args, own):
             known = read_prompts(build_task(trained), trained.split)
-        problem = trained_on(task, known, prompts)
+        problem = trained_on(task, known, first_of_each(prompts, own.eval.prompts))
     except UserError as error:
         problem = f"could not check whether the run was trained on these prompts: {error}"
     if problem:
@@ -287,6 +296,10 @@ def _as_text(results: Mapping[str, Evaluation], samples: int, sizes: Sequence[in
                 column[f"{visible(task)}: accuracy"] = f"{own.accuracy:.4f}"
             if samples > 1:
                 column[f"{visible(task)}: pass@{samples}"] = f"{own.pass_at_k[samples]:.4f}"
+        if result.left_out:
+            column["left out"] = (
+                f"{result.left_out} of {len(result.samples)} completions (reward None)"
+            )
         if result.failures:
             column["not scored"] = f"{result.failures} (counted as 0)"
             reason = next(sample.failure for sample in result.samples if sample.failure)

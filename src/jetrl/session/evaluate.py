@@ -64,7 +64,12 @@ class Evaluation:
     @property
     def has_partial_credit(self) -> bool:
         """True if a reward is neither 0 nor 1, so that the mean is not the accuracy."""
-        return any(sample.score.reward not in (0.0, 1.0) for sample in self.samples)
+        return any(sample.score.reward not in (0.0, 1.0, None) for sample in self.samples)
+
+    @property
+    def left_out(self) -> int:
+        """Number of completions that no reward function scored; the mean excludes them."""
+        return sum(sample.score.reward is None for sample in self.samples)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -28,6 +27,7 @@ from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.tasks.base import Answer, to_stops
 from jetrl.tasks.endpoint import Endpoint
+from jetrl.tasks.registry import first_of_each
 from jetrl.tasks.thoughts import begins_in_thought
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, SamplingParams, Score, Turn
 
@@ -77,13 +77,8 @@ def encode_prompts(
 ) -> list[EncodedPrompt]:
     """Return the tokenized prompts of a split, in order; `limit` is per mixed task (0: all)."""
     where = f"task {task.label}, split {split}"
-    # In a mixture, the limit applies to each task.
-    num_seen: Counter[str] = Counter()
     encoded = []
-    for prompt in read_prompts(task, split):
-        num_seen[prompt.task] += 1
-        if limit and num_seen[prompt.task] > limit:
-            continue
+    for prompt in first_of_each(read_prompts(task, split), limit):
         if isinstance(task, Endpoint):
             inputs = _name_of(prompt, policy.config.vocab_size)
         else:

@@ -11,6 +11,7 @@ get_task("my_task.py:MyTask", path="data/")   a class in your file
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,17 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
                 f"{str(prompt)[:60]!r}; write Prompt(id=..., text=...)"
             )
     return prompts
+
+
+def first_of_each(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
+    """Return the first `limit` prompts of each mixed task, in order (0: all)."""
+    num_seen: Counter[str] = Counter()
+    first = []
+    for prompt in prompts:
+        num_seen[prompt.task] += 1
+        if not limit or num_seen[prompt.task] <= limit:
+            first.append(prompt)
+    return first
 
 
 def trained_on(task: Task, trained: Iterable[Prompt], held_out: Sequence[Prompt]) -> str:
