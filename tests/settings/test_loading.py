@@ -268,6 +268,28 @@ def test_another_task_sets_the_recipes_task_section_aside(
     assert load_config(recipe, ["task.split=test"]).task.path == "data"
 
 
+def test_another_kind_of_task_sets_the_recipes_supervised_settings_of_the_first_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for sections, overrides in (
+        (None, ["task=text"]),
+        ({"task": "text"}, []),
+        ({"task.name": "text"}, []),
+    ):
+        own = [*overrides, "task.path=a.txt"]
+        sft = load_config("demo", own, sections).sft
+        assert (sft.until, sft.steps, sft.lr, sft.warmup_steps) == (None, 600, 1e-3, 50)
+        with pytest.raises(UserError, match=r"sft.until = 0.3 has no effect without a task with"):
+            load_config("demo", [*own, "sft.until=0.3"], sections)
+    said = "sft.until and sft.check_every and sft.examples_per_step are for another"
+    assert caplog.text.count(said) == 1
+    text = "[task]\nname = 'text'\npath = 'a.txt'\n[sft]\nsteps = 9\nlengths = [64]\n"
+    recipe = write(tmp_path / "r.toml", text)
+    assert load_config(recipe).sft.lengths == (64,)
+    assert load_config(recipe, ["task=arithmetic"]).sft.lengths == (2048,)
+    assert load_config("demo", ["task.path=none"]).sft.until == 0.4
+
+
 def test_a_path_on_the_command_line_takes_the_place_of_the_recipes_config(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from jetrl.errors import UserError, nearest
 from jetrl.settings.messages import Origins, Tree, explain, origin, toml_key, toml_value
-from jetrl.settings.sections import Settings
+from jetrl.settings.sections import Settings, SftSettings
 
 __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recipes", "to_toml"]
 
@@ -67,11 +67,12 @@ def load_config(
         path = find_recipe(recipe)
         tree, names = _read_toml(path, origins), [str(path), *names]
     origins[""] = " and ".join(names) or "the settings"
-    for section, given in _nested(sections or {}).items():
-        old = tree.get(section)
-        if section == "task" and isinstance(old, dict) and isinstance(given, Mapping):
-            old = _of_task(old, given.get("name", old.get("name")))
-        tree[section] = _merged(old, given)
+    arguments = _nested(sections or {})
+    task = arguments.get("task")
+    if name := task.get("name") if isinstance(task, Mapping) else task:
+        _replace_task(tree, name)
+    for section, given in arguments.items():
+        tree[section] = _merged(tree.get(section), given)
         keys = [f"{section}.{key}" for key in given] if isinstance(given, Mapping) else [section]
         origins.update(dict.fromkeys(keys, f"argument {section}"))
     for section in SHORT.keys() & tree.keys():
@@ -177,10 +178,9 @@ def _set_aside(tree: Tree, overrides: Sequence[str]) -> None:
         raise UserError("loop.steps and loop.epochs: give one of them")
     if lengths and isinstance(loop := tree.get("loop"), dict):
         tree["loop"] = {k: v for k, v in loop.items() if k not in ("steps", "epochs")}
-    task, model = tree.get("task"), tree.get("model")
-    name = _parse_value(given.get("task.name", "none"), is_text=True)
-    if isinstance(task, dict) and "task.name" in given:
-        tree["task"] = _of_task(task, name)
+    if "task.name" in given:
+        _replace_task(tree, _parse_value(given["task.name"], is_text=True))
+    model = tree.get("model")
     if given.get("model.path", "none") == "none" or not isinstance(model, dict):
         return
     if "config" not in model or any(key.startswith("model.config") for key in given):
@@ -191,14 +191,20 @@ def _set_aside(tree: Tree, overrides: Sequence[str]) -> None:
     _warn_once(f"model.path={given['model.path']} replaces the recipe's {names}")
 
 
-def _of_task(section: Tree, name: Any) -> Tree:
-    """Return the recipe's [task] section, or an empty one if the task changes."""
-    if name == section.get("name"):
-        return section
-    if dropped := [f"task.{key}" for key in section if key != "name"]:
+def _replace_task(tree: Tree, name: Any) -> None:
+    """Drop the recipe's [task] section and its [sft] keys of another task, if the task changes."""
+    task, sft = tree.get("task"), tree.get("sft", {})
+    if not isinstance(task, dict) or name == task.get("name"):
+        return
+    unread = sft.keys() & SftSettings.unread_by(name == "text") if isinstance(sft, dict) else ()
+    dropped = [f"task.{key}" for key in task if key != "name"]
+    dropped += [f"sft.{key}" for key in sft if key in unread]
+    if dropped:
         keys = " and ".join(dropped)
         _warn_once(f"task.name={name}: the recipe's {keys} are for another task and ignored")
-    return {}
+    tree["task"] = {}
+    if unread:
+        tree["sft"] = {key: value for key, value in sft.items() if key not in unread}
 
 
 @functools.cache  # so that a resume, which loads twice, warns once

@@ -352,6 +352,12 @@ class SftSettings(Section):
             )
         return self
 
+    @staticmethod
+    def unread_by(is_text: bool) -> tuple[str, ...]:
+        """Return the keys that only the other kind of task reads: raw text, or demonstrations."""
+        of_text = ("tokens_per_step", "lengths", "length_steps")
+        return ("examples_per_step", "until", "check_every") if is_text else of_text
+
     @property
     def checks(self) -> int:
         """Updates between checks of `until`; 0 without it."""
@@ -652,10 +658,9 @@ class Settings(Section):
         warms_up = bool(sft.steps) or "steps" in sft.model_fields_set
         keys = [f"sft.{key}" for key in SftSettings.model_fields if key != "steps"]
         yield from unread("sft.steps above 0", warms_up, *keys)
-        keys = ["sft.tokens_per_step", "sft.lengths", "sft.length_steps"]
-        yield from unread("task.name=text", self.task.is_text, *keys)
-        keys = ["sft.examples_per_step", "sft.until", "sft.check_every"]
-        yield from unread("a task with demonstrations", not self.task.is_text, *keys)
+        is_text = self.task.is_text
+        needs = "a task with demonstrations" if is_text else "task.name=text"
+        yield from unread(needs, False, *(f"sft.{key}" for key in SftSettings.unread_by(is_text)))
 
     def _unread(self, needs: str, is_read: bool, *keys: str) -> Iterator[str]:
         """Yield a message for each given key that is set, unless `is_read`."""
