@@ -331,7 +331,8 @@ def check_text(
     if longest > config.max_position_embeddings:
         context = config.max_position_embeddings
         raise UserError(
-            f"sft.lengths = {longest}: the model's context is {context}; set sft.lengths=[{context}]"
+            f"sft.lengths = {longest}: the model's context is {context}; use at most that, as in "
+            f"sft.lengths=[{context}]"
         )
     check_device(config, plan, torch.device(machine.device), elsewhere=machine.elsewhere)
     memory = _planned(settings, config, OtherModels(), Workload.of_text(settings), machine)
