@@ -47,6 +47,10 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
     assert config["tie_word_embeddings"] is False
     done = jetrl("init", out)
     assert (done.code, str(out) in done.err) == (2, True)
+    shared = ("--family", "qwen2_moe", "--shared-expert-intermediate-size", 64)
+    assert jetrl("init", tmp_path / "shared", *shared).code == 0
+    config = json.loads((tmp_path / "shared" / "config.json").read_text())
+    assert config["shared_expert_intermediate_size"] == 64
     done = jetrl("init", tmp_path / "n", "--family", "gpt2")
     assert (done.code, "family 'gpt2': one of qwen3, qwen2" in done.err) == (2, True)
 

@@ -397,7 +397,7 @@ def test_a_configuration_that_does_not_fit_is_named(
     [
         (
             {"deepstack_visual_indexes": [0, 1]},
-            "has 2 layers, .* of the 2 decoder layers; should be",
+            "has 2 layers, .* layers; num_hidden_layers = 2 should be above 2",
         ),
         ({"deepstack_visual_indexes": [2]}, "deepstack_visual_indexes has 2, of 2 layers"),
         ({"num_position_embeddings": 37}, "num_position_embeddings = 37: no square"),

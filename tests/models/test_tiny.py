@@ -153,6 +153,14 @@ def test_tokenizer_json_wins_over_the_class_transformers_puts_in(tmp_path: Path)
         ({"text_files": ["a.txt"]}, "trained on text files"),
         ({"dtype": "bf16"}, "dtype 'bf16': one of 'bfloat16', 'float32', 'fp8'"),
         ({"vocab_size": 50}, "vocab_size = 50: the tokenizer has 98 tokens"),
+        ({"num_experts": 4}, r"qwen3 has no num_experts; it has intermediate_size \(channels of"),
+        (
+            {"family": "olmoe", "moe_intermediate_size": 64},
+            r"olmoe has no moe_inter.*; it has num_experts \(.*\), num_experts_per_tok \(.*\), "
+            r"intermediate_size \(inner channels of an expert\)$",
+        ),
+        ({"family": "olmoe", "head_dim": None, "num_heads": 0}, "num_attention_heads = 0: should"),
+        ({"head_dim": 0}, "head_dim = 0: should be"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("out", metavar="OUT", help="output directory")
     add("--family", default="qwen3", help="model family, such as qwen2 or llama")
-    words = "FP8 layers need multiples of 64: hidden size, heads x head_dim, MLP size"
-    size = functools.partial(parser.add_argument_group("sizes", words).add_argument, type=int)
+    about = "FP8 layers need multiples of 64: hidden size, heads x head_dim, MLP size"
+    size = functools.partial(parser.add_argument_group("sizes", about).add_argument, type=int)
     size("--hidden-size", default=128, help="channels")
     size("--num-layers", default=2, help="decoder layers")
     size("--num-heads", default=4, help="query heads")
@@ -31,13 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds: tuple[type[LayerHalf], ...]
     experts = (Glm4Experts, OlmoeExperts, Qwen2Experts, Qwen3Experts)
     kinds = (*Mixer.__subclasses__(), *experts, DenseShape)
-    for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
+    meanings: dict[str, dict[str, None]] = {}
+    for key, field in (item for kind in kinds for item in kind.model_fields.items()):
         for usual in field.examples or ():
-            size(
-                "--" + key.replace("_", "-"),
-                default=argparse.SUPPRESS,
-                help=f"{field.description} (default: {usual})",
-            )
+            meanings.setdefault(key, {})[f"{field.description} (default: {usual})"] = None
+    for key, words in meanings.items():
+        size("--" + key.replace("_", "-"), default=argparse.SUPPRESS, help="; or ".join(words))
     size("--vocab-size", help="vocabulary size (default: from the tokenizer; bpe: 4096)")
     size(
         "--context",

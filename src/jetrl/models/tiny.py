@@ -172,8 +172,10 @@ def make_tiny(
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
     records, mixers = FAMILIES[family].records, FAMILIES[family].mixers
     keys = {name: key for record in records for name, key in record.keys().items()}
-    for name in block.keys() - keys.keys():
-        raise UserError(f"{family} has no {name}: {', '.join(keys)}")
+    for name in sorted(block.keys() - keys.keys()):
+        fields = {key: field for record in records for key, field in record.model_fields.items()}
+        own = [f"{key} ({field.description})" for key, field in fields.items() if field.examples]
+        raise UserError(f"{family} has no {name}; it has {', '.join(own)}")
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": language or family,
@@ -184,7 +186,7 @@ def make_tiny(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim or 64,
+        "head_dim": 64 if head_dim is None else head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": rope_theta,
@@ -195,8 +197,8 @@ def make_tiny(
         "pad_token_id": made.pad_token_id,
         "bos_token_id": None,
     }
-    if FAMILIES[family].heads_fill_width:
-        raw["head_dim"] = head_dim or hidden_size // num_heads
+    if FAMILIES[family].heads_fill_width and head_dim is None:
+        raw["head_dim"] = hidden_size // max(1, num_heads)
     if family == "llama":
         raw["rope_scaling"] = {
             "rope_type": "llama3",

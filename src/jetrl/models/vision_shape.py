@@ -342,7 +342,7 @@ class DeepShape(GridShape):
         if deep >= num_layers:
             return (
                 f"vision_config.deepstack_visual_indexes has {deep} layers, whose features go to "
-                f"as many of the {num_layers} decoder layers; should be fewer"
+                f"as many decoder layers; num_hidden_layers = {num_layers} should be above {deep}"
             )
         return super().misfit(width, head_dim, num_layers)
 
