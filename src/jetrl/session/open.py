@@ -330,10 +330,7 @@ def check_text(
     config, longest = model_config(settings), max(sft.lengths)
     if longest > config.max_position_embeddings:
         context = config.max_position_embeddings
-        raise UserError(
-            f"sft.lengths = {longest}: the model's context is {context}; use at most that, as in "
-            f"sft.lengths=[{context}]"
-        )
+        raise UserError(f"sft.lengths = {longest}: the model's context is {context}; lower it")
     check_device(config, plan, torch.device(machine.device), elsewhere=machine.elsewhere)
     memory = _planned(settings, config, OtherModels(), Workload.of_text(settings), machine)
     task = build_task(settings.task)
