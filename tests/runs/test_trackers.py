@@ -57,9 +57,12 @@ def test_wandb_gets_run_and_metrics(fake_wandb, tmp_path):
     arguments = {"config": {"train": {"lr": 1e-3}}, "project": "project", "group": "seeds"}
     trackers = opened(tmp_path, "wandb", **arguments)
     trackers.log(3, {"reward/mean": 0.5})
+    # Supervised updates count from 1 too: what RL steps also have gets another name.
+    trackers.log(3, {"sft/loss": 1.5, "eval/sums/mean": 0.5})
+    supervised = {"sft/loss": 1.5, "sft/eval/sums/mean": 0.5, "step": 3}
     trackers.close(lambda: {"reward/mean/last": 0.5})
     trackers.close()
-    assert run.logged == [(None, {"reward/mean": 0.5, "step": 3})]
+    assert run.logged == [(None, {"reward/mean": 0.5, "step": 3}), (None, supervised)]
     assert run.summary == {"summary/reward/mean/last": 0.5}
     assert run.finished == 1
     first = run.arguments
@@ -67,7 +70,7 @@ def test_wandb_gets_run_and_metrics(fake_wandb, tmp_path):
     assert run.arguments == first, "a resumed run continues its curves"
     assert arguments.items() <= first.items()
     assert (first["resume"], first["name"]) == ("allow", tmp_path.name)
-    assert len(run.logged) == 1, "online, wandb has the earlier steps"
+    assert len(run.logged) == 2, "online, wandb has the earlier steps"
 
 
 def test_the_project_is_the_setting_or_the_environment(fake_wandb, monkeypatch, tmp_path):
@@ -87,12 +90,17 @@ def test_a_run_resumed_offline_sends_its_earlier_steps_again(fake_wandb, make_ru
     run.offline = True
     opened(path, "wandb")
     assert run.logged == [], "the first attempt"
-    opened(path, "wandb")
+    trackers = opened(path, "wandb")
+    # A resume drops the lines after its checkpoint, and writes its own before it sends it.
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join([*lines[:-1], lines[-1].replace("mean", "std")]))
+    trackers.log(3, {"reward/std": 0.5})
+    trackers.close()
     sent = [metrics for _, metrics in run.logged]
-    assert [metrics["step"] for metrics in sent][:3] == [1, 2, 0]
-    assert sent[-1]["step"] == 3
-    assert ["timing/step_s" in metrics for metrics in sent if "sft/loss" in metrics] == [False] * 2
-    assert "reward/mean" in sent[-1]
+    assert [metrics["step"] for metrics in sent] == [1, 2, 0, 1, 2, 3]
+    assert "reward/mean" not in sent[-1]
+    opened(path, "wandb").close()
+    assert len(run.logged) == 12, "an attempt without a step"
     assert not any("time" in metrics or "phase" in metrics for metrics in sent)
 
 

@@ -77,10 +77,15 @@ class Trackers:
             )
 
 
+_OF_UPDATES = ("sft/", "text/", "dpo/", "reward_model/")
+
+
 def _metrics_of(record: Record) -> Metrics:
-    """Drop the time of supervised updates, which are numbered from 1 like RL steps."""
-    left_out = "timing/step_s" if "sft/loss" in record else ""
-    return {name: record[name] for name in record if "/" in name and name != left_out}
+    """Return a line's metrics; `sft/` goes before those that RL steps, also from 1, have too."""
+    metrics = {name: record[name] for name in record if "/" in name}
+    if "sft/loss" not in metrics:
+        return metrics
+    return {n if n.startswith(_OF_UPDATES) else f"sft/{n}": v for n, v in metrics.items()}
 
 
 def open_trackers(settings: TrackerSettings, run_path: Path, config: Record) -> Trackers:
@@ -139,17 +144,29 @@ def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: Json) -> 
     run = wandb.init(resume="allow", config=config, dir=path, **own)
     run.define_metric("*", step_metric="step")
     # Offline, each attempt has its own folder, and `wandb sync` keeps the last one: so the last one
-    # must contain all steps.
-    if resumes and getattr(run, "offline", False):
-        for record in RunDirectory(path).metrics():
-            run.log({**_metrics_of(record), "step": record["step"]})
+    # must contain all steps. Those that a resume repeats are dropped by its first line.
+    to_send_again = resumes and getattr(run, "offline", False)
+
     # Do not use wandb's step, which must increase: warm-up and RL both count from 1, and a resumed
     # run repeats steps.
-    return Tracker(
-        lambda step, metrics: run.log({**metrics, "step": step}),
-        lambda step, summary: run.summary.update(summary),
-        run.finish,
-    )
+    def send_lines() -> None:
+        nonlocal to_send_again
+        to_send_again = False
+        for record in RunDirectory(path).metrics():
+            run.log({**_metrics_of(record), "step": record["step"]})
+
+    def send(step: int, metrics: Metrics) -> None:
+        if to_send_again:
+            send_lines()  # this step's is the last of them
+        else:
+            run.log({**metrics, "step": step})
+
+    def close() -> None:
+        if to_send_again:  # no step was made
+            send_lines()
+        run.finish()
+
+    return Tracker(send, lambda step, summary: run.summary.update(summary), close)
 
 
 def _trackio(trackio: ModuleType, own: dict[str, str], path: Path, config: Json) -> Tracker:
