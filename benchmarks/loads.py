@@ -1,9 +1,9 @@
 """Loads: prompts with completions of given lengths, their random contents, and their FLOPs.
 
 FLOPs are those of the model, not of the machine: 2 per multiply-add of linear layers, of the output
-projection at sampled tokens, and of the causal half of attention, not of an image tower. Backward
-takes twice the forward of a product and 2.5 times that of attention. What is computed twice counts
-once.
+projection at sampled tokens, and of the causal half of attention, not of an image tower. Of a
+mixture's experts, those count that a token chooses. Backward takes twice the forward of a product
+and 2.5 times that of attention. What is computed twice counts once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import PIL.Image
 
 from jetrl.errors import UserError
-from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.experts_shape import ExpertsShape
+from jetrl.models.families import LayerShape, ModelConfig
 from jetrl.models.vision import ImageTower
 from jetrl.types import Completion, Prompt, PromptInputs, Sample, Score
 from jetrl.types.images import encoded
@@ -162,12 +163,7 @@ def flops(config: ModelConfig, load: Load, frozen: bool = False) -> dict[str, fl
         config: The model's shape.
         frozen: Whether only adapters are trained, so that no weight gradients are needed.
     """
-    shapes = parameter_shapes(config)
-    layers = sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.startswith("layers.")
-    )
+    layers = sum(_multiplied(config, layer) for layer in config.layers)
     head = config.vocab_size * config.hidden_size
     heads = 2 * config.num_layers * config.num_heads * config.head_dim
     squares = sum((load.prompt_length + n) ** 2 for n in load.response_lengths())
@@ -181,6 +177,20 @@ def flops(config: ModelConfig, load: Load, frozen: bool = False) -> dict[str, fl
         "old_logprobs": forward + attention,
         "update": (2 if frozen else 3) * forward + 3.5 * attention,
     }
+
+
+def _multiplied(config: ModelConfig, layer: LayerShape) -> int:
+    """Return the elements of a layer's matrices that a token meets: of experts, those chosen."""
+    count = 0
+    for half in (layer.mixer, layer.block):
+        for name, shape in half.parameter_shapes(config.hidden_size).items():
+            if len(shape) != 2:
+                continue
+            chosen = 1.0
+            if isinstance(half, ExpertsShape) and name.removesuffix(".weight") in half.by_name:
+                chosen = half.num_experts_per_tok / half.num_experts
+            count += round(chosen * math.prod(shape))
+    return count
 
 
 def load_text(text: str) -> Load:

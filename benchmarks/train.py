@@ -73,7 +73,7 @@ def measure(
     whole, trained = sorted(made, key=lambda one: one[0])[(updates - 1) // 2]
     metrics, timings = trained.metrics, trained.timings
     passes = whole - timings["optimizer"] - timings["requantize"]
-    needed = flops(flow.policy.config, load)
+    needed = flops(flow.policy.config, load, choices.adapter_rank > 0)
     row: Row = {
         **plan_facts(policy),
         "teacher": choices.teacher,

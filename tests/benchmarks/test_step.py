@@ -35,6 +35,17 @@ def test_flops_of_a_step_by_hand() -> None:
     assert drawn < counted["rollout"] < drawn + 4 * attention * 33 / 32
 
 
+def test_flops_are_those_of_chosen_experts() -> None:
+    config = ModelConfig.from_hf(SHAPES["tiny-experts"])
+    block = config.layers[0].block
+    load = Load(prompts=1, samples=1, prompt_length=1, response_length=1)
+    attention = 256 * (2 + 2 * 1) * 128 + 2 * 128 * 256
+    expert = 3 * 256 * block.width
+    layer = attention + 8 * 256 + block.num_experts_per_tok * expert
+    exact = 2 * (2 * 2 * layer + 256 * 256)
+    assert flops(config, load)["old_logprobs"] == pytest.approx(exact, rel=0.01)
+
+
 def test_a_step_of_both_plans() -> None:
     base, row = (
         measure(policy_of(plan, CHOICES), LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified")
