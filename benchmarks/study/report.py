@@ -63,9 +63,13 @@ def write_report(definition: Definition, results: Results) -> WrittenReport:
 
 
 def known_runs(definition: Definition, runs: Iterable[RunResult]) -> list[RunResult]:
-    """Return the runs whose arm and grid point a study has: its file may have lost some."""
-    points = list(grid_points(definition))
-    return [run for run in runs if run.arm in definition.arms and run.point in points]
+    """Return the runs whose arm, grid point and seed a study has: its file may have lost some."""
+    points, seeds = list(grid_points(definition)), definition.study.seeds
+    return [
+        run
+        for run in runs
+        if run.arm in definition.arms and run.point in points and run.seed in seeds
+    ]
 
 
 def report_tables(definition: Definition, results: Results) -> list[Table]:

@@ -197,7 +197,14 @@ def read_results(path: Path) -> Results:
         raise UserError(
             f"{error}; the file is no results of a study as `jetrl study STUDY.toml` writes them"
         ) from None
-    runs = {run.name: run for run in stored.runs}
+    runs: dict[str, RunResult] = {}
+    for run in stored.runs:
+        if run.name in runs:
+            raise UserError(
+                f"{path} has the run {run.name} twice, as a merge may leave it: delete the line "
+                "that is not to count"
+            )
+        runs[run.name] = run
     about = stored.model_dump(include={"source", "definition", "devices", "commits", "date"})
     return Results(path, **about, runs=runs, failed=dict(stored.failed))
 
@@ -313,6 +320,7 @@ KEPT_METRICS = (
     "mismatch/token_mult_prob_error",
 )
 """The metrics per step in the curves of every run."""
+SPEED, MEMORY = "throughput/train_tokens_per_s", "memory/peak_gib"
 
 
 def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunResult:
@@ -323,6 +331,8 @@ def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunR
     records, history = directory.metrics(phase), directory.history()
     steps = [record for record in records if record["step"] > 0]
     names = dict.fromkeys([*KEPT_METRICS, definition.collapse.metric, *definition.study.metrics])
+    if phase == "sft":
+        names |= dict.fromkeys((SPEED, MEMORY))
     window = max(1, math.ceil(run.steps / definition.study.points))
     return RunResult(
         name=run.name,

@@ -147,6 +147,7 @@ def work_off(
         stack.callback(signal.signal, signal.SIGTERM, before)
         definition.out.mkdir(parents=True, exist_ok=True)
         stack.callback(RunLock(definition.out).release)
+        _, results = opened(definition.source)  # as the command before this one left them
         pool, progress = Pool(cards, jobs, definition.study.threads), Progress()
         sitting = Sitting(definition, runs, results, progress.event)
         try:

@@ -24,7 +24,7 @@ from benchmarks.study.analysis import (
 )
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import grid_points
-from benchmarks.study.results import FINAL_EVALUATION, RunResult
+from benchmarks.study.results import FINAL_EVALUATION, MEMORY, SPEED, RunResult
 from benchmarks.study.statistics import Comparison, Interval, mean_interval
 
 from jetrl.runs.format import number, percent
@@ -124,9 +124,11 @@ def loss_table(definition: Definition, runs: Sequence[RunResult]) -> Table:
                 for loss in (own_accuracy, common_accuracy)
                 for text in _losses(by_seed(here, loss), by_seed(compared, loss), study.level)
             ]
-            speeds = [mean_of_curve(run, "throughput/train_tokens_per_s") or 0.0 for run in here]
-            peaks = [mean_of_curve(run, "memory/peak_gib") or 0.0 for run in here]
-            seen = [f"{fmean(speeds):,.0f}", f"{max(peaks):.2f}"]
+            speeds = [mean for run in here if (mean := mean_of_curve(run, SPEED)) is not None]
+            kept = [value for run in here for value in run.curves.values.get(MEMORY, [])]
+            peaks = [value for value in kept if value is not None]
+            seen = [f"{fmean(speeds):,.0f}" if speeds else DASH]
+            seen.append(f"{max(peaks):.2f}" if peaks else DASH)
             label = definition.label(arm)
             rows.append([point_name(point), label, str(len(here)), *losses, *seen])
     return Table("Held-out loss", note, head, rows)

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
 from benchmarks.study.definition import CollapseSection, Definition, definition_of
+from benchmarks.study.report import known_runs
 from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
+
+from jetrl.errors import UserError
 
 
 def definition(**arms: dict[str, Any]) -> Definition:
@@ -135,3 +138,11 @@ def test_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     lines = results.path.read_text().splitlines()
     assert sum(line.startswith('  {"name":') for line in lines) == 2, "a run a line"
     assert '"command": "jetrl study made-up.toml"' in results.path.read_text()
+    results.path.write_text("\n".join([*lines[:-3], lines[-3] + ",", *lines[-3:]]))
+    with pytest.raises(UserError, match="has the run long-bf16-s0 twice"):
+        read_results(results.path)
+
+
+def test_a_seed_that_was_taken_out_does_not_count() -> None:
+    runs = [run("short", "bf16", seed, 0.5) for seed in (0, 2, 3)]
+    assert [one.seed for one in known_runs(definition(), runs)] == [0, 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.study.definition import read_definition
-from benchmarks.study.results import read_results
+from benchmarks.study.results import Curves, read_results
 from benchmarks.study.tables import loss_table
 from tests.study.conftest import PoolInThisProcess
 
@@ -19,7 +19,7 @@ name = "tiny"
 seeds = [0, 1]
 out = "OUT/runs"
 reference = "bf16"
-metrics = ["sft/loss", "throughput/train_tokens_per_s", "memory/peak_gib"]
+metrics = ["sft/loss"]
 
 [eval]
 preset = "fp32"
@@ -80,6 +80,10 @@ def test_the_report_compares_seed_by_seed(study: Path, capsys: pytest.CaptureFix
     gap = sum(own[f"fp32-s{seed}"] - own[f"bf16-s{seed}"] for seed in (0, 1)) / 2
     column = list(head).index("own - bf16")
     assert bf16[column].startswith("+0.0000")
+    peaks = runs[0].curves.values["memory/peak_gib"] + runs[2].curves.values["memory/peak_gib"]
+    assert bf16[-1] == f"{max(peaks):.2f}"
+    without = [run.model_copy(update={"curves": Curves()}) for run in runs]
+    assert loss_table(definition, without).rows[0][-2:] == ["-", "-"]
     assert fp32[column].startswith(f"{gap:+.4f} [")
     assert main(["study", str(study), "--report-only"]) == 0
     assert f"{gap:+.4f}" in capsys.readouterr().out

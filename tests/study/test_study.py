@@ -78,6 +78,17 @@ def test_what_is_done_is_not_run_again(
     assert "4 runs, 4 done" in capsys.readouterr().out
 
 
+def test_what_another_command_adds_while_this_one_checks_stays(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = copy.parent / "out" / "results.json"
+    text = results.read_text()
+    results.unlink()
+    monkeypatch.setattr("benchmarks.study.running.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.running.check_runs", lambda *_: results.write_text(text))
+    assert main(["study", str(copy)]) == 0
+
+
 def test_the_report_is_made_from_the_results_file_alone(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
