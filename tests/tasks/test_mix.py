@@ -43,6 +43,20 @@ def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:
     assert get_task("mix", tasks=tasks[:2]).alphabet == "0123456789+=-"
 
 
+def test_files_of_a_mix_have_their_own_names(tmp_path: Path) -> None:
+    first, second = tmp_path / "easy.jsonl", tmp_path / "hard.jsonl"
+    for file in (first, second, tmp_path / "more" / "easy.jsonl"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
+    tasks = [{"name": str(first)}, {"name": "dataset", "path": str(second)}]
+    mix = get_task("mix", tasks=tasks)
+    assert {prompt.task for prompt in read_prompts(mix, "train")} == {"easy", "hard"}
+    again = {"name": str(tmp_path / "more" / "easy.jsonl")}
+    with pytest.raises(UserError, match=r"tasks\[2\]: a second task called 'easy'; give one a `l"):
+        get_task("mix", tasks=[*tasks, again])
+    assert [*get_task("mix", tasks=[*tasks, {**again, "label": "more"}]).tasks][2] == "more"
+
+
 @pytest.mark.parametrize(
     "tasks, message",
     [
@@ -53,6 +67,8 @@ def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:
         ([SUMS, {**MINUS, "weight": float("nan")}], r"tasks\[1\].weight = nan"),
         ([{**SUMS, "weight": 0}, {**MINUS, "weight": 0}], "all weights are 0"),
         ([SUMS, SUMS], r"tasks\[1\]: a second task called 'arithmetic'; give one a `label`"),
+        ([SUMS, {**MINUS, "label": "my/arithmetic"}], r"tasks\[1\]: a second task called 'arithm"),
+        ([{**SUMS, "label": "mix"}], r"tasks\[0\]: 'mix' is the name of the whole mix; give it a"),
         ([SUMS, {"name": "gsm9k"}], r"tasks\[1\]: unknown task 'gsm9k'; did you mean gsm8k\?"),
         ([{"name": "arithmetic", "options": {"digit": 2}}], r"tasks\[0\]: .*did you mean digits"),
         ([{"name": "mix"}], "a mix in a mix"),

@@ -147,7 +147,7 @@ class Mix(Task):
     Args:
         tasks: A table per task, with `name`, and `path` and `options` as in [task]; `weight`
             (default 1), its share of a step's prompts; `label`, its name in metrics (default: the
-            task's own); `system_prompt`, put before its chat prompts.
+            task's own, of rows the file's); `system_prompt`, put before its chat prompts.
     """
 
     name = "mix"
@@ -195,9 +195,13 @@ class Mix(Task):
             raise UserError(f"{where}: {error}") from error
         if isinstance(task, Endpoint):
             raise UserError(f"{where}: the episodes of a harness cannot be mixed with other tasks")
-        label = mixed.label or task.name or type(task).__name__  # the prompt order depends on it
-        if label in self.tasks:
-            raise UserError(f"{where}: a second task called {label!r}; give one a `label`")
+        label = mixed.label or task.label  # the prompt order depends on it
+        # Names of metrics have the part behind the last slash; those of the whole mix are its own.
+        shown = label.rpartition("/")[2]
+        if shown == self.name:
+            raise UserError(f"{where}: {shown!r} is the name of the whole mix; give it a `label`")
+        if shown in (other.rpartition("/")[2] for other in self.tasks):
+            raise UserError(f"{where}: a second task called {shown!r}; give one a `label`")
         self.tasks[label] = task
         self.weights[label] = mixed.weight
         self._system_prompts[label] = mixed.system_prompt
