@@ -265,6 +265,21 @@ def test_export_writes_a_directory_that_loads(
     assert jetrl("export", tiny_model, out, "--overwrite").code == 0
 
 
+def test_export_names_what_others_would_sample_with(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Else a served policy has a penalty, also in greedy answers, that it was not trained with."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    file = model / "generation_config.json"
+    own = json.loads(file.read_text()) if file.exists() else {}
+    others = {"do_sample": True, "repetition_penalty": 1.1, "top_k": 20, "top_p": 1.0}
+    file.write_text(json.dumps(own | others))
+    done = jetrl("export", model, tmp_path / "out")
+    _, line = done.out.splitlines()
+    assert "sample with top_k 20, repetition_penalty 1.1 unless" in line
+    assert str(tmp_path / "out" / "generation_config.json") in line
+
+
 def fake_run(path: Path, model: Path | None, preset: str) -> Path:
     path.mkdir(parents=True)
     settings = load_config("demo")

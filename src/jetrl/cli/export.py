@@ -23,6 +23,16 @@ from jetrl.errors import UserError
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
 
+# Keys of generation_config.json, each with the value that changes no distribution.
+_PLAIN = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -46,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.private and args.push_to_hub is None:
         raise UserError("--private is for --push-to-hub")
     if args.push_to_hub is None:
-        return _export(args)
+        _export(args)
+        return 0
     from jetrl.cli.hub import check_hub, push, write_card
 
     check_hub(args.push_to_hub)  # before minutes of work
@@ -56,7 +67,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
+    _write(args)
+    _name_sampling(Path(args.out))
+
+
+def _name_sampling(folder: Path) -> None:
+    """Report how others sample from a model that was written, if not from its distribution."""
+    from jetrl.models import hf
+
+    config = hf.read_generation_config(folder)
+    other = [key for key, plain in _PLAIN.items() if config.get(key) not in (None, plain)]
+    if other:
+        words = ", ".join(f"{key} {config[key]}" for key in other)
+        print(
+            f"transformers and vLLM sample with {words} unless told otherwise: "
+            f"{folder / 'generation_config.json'} says so, as that of the base model; jetrl does "
+            "not read it"
+        )
+
+
+def _write(args: argparse.Namespace) -> None:
     from jetrl.cli.opening import find_model, open_policy
     from jetrl.models import hf
     from jetrl.models.nvfp4_files import is_nvfp4
@@ -66,11 +97,11 @@ def _export(args: argparse.Namespace) -> int:
         raise UserError("--base goes with an adapter, but --merge writes a whole model")
     if args.merge:
         _merge(args)
-        return 0
+        return
     path = find_model(Path(args.model)).path
     if (path / "config.json").is_file() and is_nvfp4(hf.model_config(path)):
         _widen(args, path)
-        return 0
+        return
     policy = open_policy(args.model, None, args.device, fallback="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
         raise UserError(
@@ -82,7 +113,6 @@ def _export(args: argparse.Namespace) -> int:
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")
     if policy.lora is not None and experts_among_others(policy.config, policy.master_weights()):
         print("peft 0.21 drops a part of these files without an error: use --merge instead")
-    return 0
 
 
 def _name_base(args: argparse.Namespace, policy: Policy) -> None:
