@@ -13,7 +13,7 @@ log-odds; log-odds add half a right and half a wrong answer to each run (Haldane
 95% interval of the signed-rank test from six pairs on. `gain` is the effect on the improvement
 since the start, in log-odds: it has less of the evaluation error of a run's own precision. It is
 not tested. Lost runs (docs/studies.md) are compared with the reference arm's by Fisher's exact
-test.
+test; a run is behind by the study's own reference arm, whatever `--reference` names.
 
 The tests of all rows, on effects and losses, are one family, adjusted by Holm's method (1979).
 Tests that cannot reach 0.05 do not count (Tarone 1990): fewer than six pairs, or too few lost runs.

@@ -163,6 +163,11 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
     task = None if definition.recipe is None else load_config(definition.recipe).task.name
     flat, deviation = _without_deviation(definition, _merged([*shared, own], task))
     settings = _resolved(definition, flat, name, seed, RUN)
+    if settings.task.is_text and not definition.reads_text:
+        raise UserError(
+            f"{definition.source}: the run {name} reads raw text, whose losses have a report of "
+            'their own: write task.name = "text" in [settings], for all runs'
+        )
     if definition.start is None:
         digest, said = _digest(settings, deviation), _said(settings, deviation)
         return PlannedRun(

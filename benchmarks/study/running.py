@@ -77,6 +77,10 @@ def opened(path: Path, reference: str | None = None) -> tuple[Definition, Result
         if definition.results_file.is_file():
             results = read_results(definition.results_file)
             check_unchanged(definition, results)
+            if results.failed:  # a run that was taken out of the study is not tried again
+                names = {run.name for run in planned_runs(definition)}
+                failed = {name: why for name, why in results.failed.items() if name in names}
+                results.failed = failed
             results.source, results.definition = str(path), definition.tree
         else:
             results = Results(definition.results_file, str(path), definition.tree)

@@ -78,6 +78,15 @@ def test_what_is_done_is_not_run_again(
     assert "4 runs, 4 done" in capsys.readouterr().out
 
 
+def test_the_failure_of_a_run_that_was_taken_out_does_not_stay(copy: Path) -> None:
+    results = read_results(copy.parent / "out" / "results.json")
+    results.failed = {"pages-s1": "no memory", "pages-s2": "no memory"}
+    results.write()
+    assert main(["study", str(copy), "--report-only"]) == 1
+    report = (copy.parent / "out" / "report.md").read_text()
+    assert ("| pages-s1 | failed |" in report, "pages-s2" in report) == (True, False)
+
+
 def test_what_another_command_adds_while_this_one_checks_stays(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
