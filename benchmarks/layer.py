@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from benchmarks.harness import Row, add_adapter_argument, add_tokens_argument, print_table
+from benchmarks.loads import multiplied
 from benchmarks.operations import Operation
 from benchmarks.policies import plan_of, random_source
 from benchmarks.shapes import SHAPES
@@ -131,10 +132,8 @@ class LayerBench:
     def flops(self) -> dict[str, float]:
         """Return the floating-point operations of forward and backward."""
         c = self.policy.config
-        linears = (m for m in self.layer.modules() if isinstance(m, linear.Linear))
-        weights = sum(layer.weight.numel() for layer in linears)
         attention = 2 * self.tokens * self.length * c.num_heads * c.head_dim
-        products = 2 * self.tokens * weights
+        products = 2 * self.tokens * multiplied(c, c.layers[0])
         backward = products if self.policy.lora is not None else 2 * products
         return {"forward": products + attention, "backward": backward + 2.5 * attention}
 

@@ -163,7 +163,7 @@ def flops(config: ModelConfig, load: Load, frozen: bool = False) -> dict[str, fl
         config: The model's shape.
         frozen: Whether only adapters are trained, so that no weight gradients are needed.
     """
-    layers = sum(_multiplied(config, layer) for layer in config.layers)
+    layers = sum(multiplied(config, layer) for layer in config.layers)
     head = config.vocab_size * config.hidden_size
     heads = 2 * config.num_layers * config.num_heads * config.head_dim
     squares = sum((load.prompt_length + n) ** 2 for n in load.response_lengths())
@@ -179,7 +179,7 @@ def flops(config: ModelConfig, load: Load, frozen: bool = False) -> dict[str, fl
     }
 
 
-def _multiplied(config: ModelConfig, layer: LayerShape) -> int:
+def multiplied(config: ModelConfig, layer: LayerShape) -> int:
     """Return the elements of a layer's matrices that a token meets: of experts, those chosen."""
     count = 0
     for half in (layer.mixer, layer.block):

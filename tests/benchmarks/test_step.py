@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from benchmarks.flow import Choices, policy_of
+from benchmarks.layer import LayerBench
 from benchmarks.loads import Load, flops
 from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
@@ -44,6 +45,8 @@ def test_flops_are_those_of_chosen_experts() -> None:
     layer = attention + 8 * 256 + block.num_experts_per_tok * expert
     exact = 2 * (2 * 2 * layer + 256 * 256)
     assert flops(config, load)["old_logprobs"] == pytest.approx(exact, rel=0.01)
+    of_layer = LayerBench("tiny-experts", "bf16", "bf16", 64, 1, rank=0, device="cpu").flops()
+    assert of_layer["forward"] == pytest.approx(2 * 64 * layer, rel=0.01)
 
 
 def test_a_step_of_both_plans() -> None:
