@@ -68,6 +68,7 @@ def test_files_of_a_mix_have_their_own_names(tmp_path: Path) -> None:
         ([{**SUMS, "weight": 0}, {**MINUS, "weight": 0}], "all weights are 0"),
         ([SUMS, SUMS], r"tasks\[1\]: a second task called 'arithmetic'; give one a `label`"),
         ([SUMS, {**MINUS, "label": "my/arithmetic"}], r"tasks\[1\]: a second task called 'arithm"),
+        ([{**SUMS, "label": "a_b"}, {**MINUS, "label": "a b"}], "a second task called 'a_b'"),
         ([{**SUMS, "label": "mix"}], r"tasks\[0\]: 'mix' is the name of the whole mix; give it a"),
         ([SUMS, {"name": "gsm9k"}], r"tasks\[1\]: unknown task 'gsm9k'; did you mean gsm8k\?"),
         ([{"name": "arithmetic", "options": {"digit": 2}}], r"tasks\[0\]: .*did you mean digits"),

@@ -11,6 +11,7 @@ get_task("my_task.py:MyTask", path="data/")   a class in your file
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -196,11 +197,10 @@ class Mix(Task):
         if isinstance(task, Endpoint):
             raise UserError(f"{where}: the episodes of a harness cannot be mixed with other tasks")
         label = mixed.label or task.label  # the prompt order depends on it
-        # Names of metrics have the part behind the last slash; those of the whole mix are its own.
-        shown = label.rpartition("/")[2]
+        shown = _shown(label)
         if shown == self.name:
             raise UserError(f"{where}: {shown!r} is the name of the whole mix; give it a `label`")
-        if shown in (other.rpartition("/")[2] for other in self.tasks):
+        if shown in map(_shown, self.tasks):
             raise UserError(f"{where}: a second task called {shown!r}; give one a `label`")
         self.tasks[label] = task
         self.weights[label] = mixed.weight
@@ -256,6 +256,11 @@ class Mix(Task):
         for label, task in self.tasks.items():
             for prompt, completion, expected in task.self_test():
                 yield self._mixed(label, prompt), completion, expected
+
+
+def _shown(label: str) -> str:
+    """Return a label as names of metrics have it (`runs.metrics`)."""
+    return re.sub(r"[<>\s]", "_", label.rpartition("/")[2])
 
 
 def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) -> Task:
