@@ -161,15 +161,15 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
     """Return sentences on how the numbers of a report were made."""
     study, settings = definition.study, definition.eval
     kind = "training" if definition.evaluates_training_set else "held-out"
-    prompts = f"{settings.prompts or 'all'} {kind} prompts"
-    # Runs of an earlier sitting may have been evaluated with fewer draws.
-    draws = sorted({run.common.samples for run in runs if run.common is not None})
-    samples = " or ".join(map(str, draws or [settings.samples]))
+    # A task may have fewer prompts, and runs of an earlier sitting fewer draws.
+    finals = [run.common for run in runs if run.common is not None]
+    prompts = " or ".join(map(str, sorted({final.prompts for final in finals}))) or "no"
+    samples = " or ".join(map(str, sorted({final.samples for final in finals}))) or "no"
     sentences = [
-        f"Accuracy is the mean reward of {samples} completions of each of {prompts} at "
-        f"temperature {settings.temperature:g}, drawn from the final weights by one engine under "
-        f"the preset {settings.preset}, alike for all runs; a run that ended on numbers that are "
-        "not finite is evaluated with its last checkpoint.",
+        f"Accuracy is the mean reward of {samples} completions of each of {prompts} {kind} "
+        f"prompts at temperature {settings.temperature:g}, drawn from the final weights by one "
+        f"engine under the preset {settings.preset}, alike for all runs; a run that ended on "
+        "numbers that are not finite is evaluated with its last checkpoint.",
         f"Intervals are {100 * study.level:g}% t intervals over seeds. Differences are "
         "paired by seed: arms of one seed share prompts, draws and first weights until their first "
         "real difference. The rank p is that of the signed-rank test, which one outlier does "

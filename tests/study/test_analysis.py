@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
 from benchmarks.study.definition import CollapseSection, Definition, definition_of
-from benchmarks.study.report import known_runs
+from benchmarks.study.report import known_runs, method
 from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 
 from jetrl.errors import UserError
@@ -146,3 +146,9 @@ def test_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_seed_that_was_taken_out_does_not_count() -> None:
     runs = [run("short", "bf16", seed, 0.5) for seed in (0, 2, 3)]
     assert [one.seed for one in known_runs(definition(), runs)] == [0, 2]
+
+
+def test_the_report_names_the_prompts_that_were_evaluated() -> None:
+    assert "1 completions of each of 10 held-out prompts" in method(
+        definition(), [run("short", "bf16", 0, 0.5)]
+    ).pop(0)
