@@ -54,7 +54,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Progress
 from jetrl.types import Completion, SamplingParams
 
-CHECKED_TOKENS = 20_000  # of the exactness check
+CHECKED_TOKENS = 20_000  # of the exactness check, prompts included
 _WARM_TOKENS = 2**16  # of prompts that are all run before the timing
 # Of a warm-up: tokens that one more number of running sequences lasts, at least the forwards of a
 # decode step; and the most sequences that end at once.
@@ -260,16 +260,17 @@ def run_tailed(policy: Policy, name: str) -> Row:
 @torch.no_grad()
 def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
     """Count tokens of the first completions whose log-probs differ from the trainer's."""
-    compared = different = 0
+    forwarded = compared = different = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         size = len(prompt) + len(completion.token_ids)
-        if compared and compared + size > CHECKED_TOKENS:
+        if forwarded and forwarded + size > CHECKED_TOKENS:
             break
         (trainer,) = policy.logprobs([[*prompt, *completion.token_ids]])
         ours = torch.tensor(completion.logprobs)
         theirs = trainer[len(prompt) - 1 :].cpu()
         different += int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
-        compared += size
+        forwarded += size
+        compared += len(ours)
     return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
 
 

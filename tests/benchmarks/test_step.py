@@ -9,13 +9,16 @@ import pytest
 from benchmarks.flow import Choices, policy_of
 from benchmarks.layer import LayerBench
 from benchmarks.loads import Load, flops
+from benchmarks.rollout import check
 from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
 from tests.distributed.ranks import run_ranks
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.training import packing
+from jetrl.types import SamplingParams
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})
@@ -34,6 +37,14 @@ def test_flops_of_a_step_by_hand() -> None:
     assert counted["update"] == pytest.approx(3 * forward + 0.5 * 4 * attention, rel=1 / 32)
     drawn = 2 * (layers * (2 * 20 + 4 * 12) + head * 4 * 12)
     assert drawn < counted["rollout"] < drawn + 4 * attention * 33 / 32
+
+
+def test_the_check_of_a_rollout_counts_drawn_tokens() -> None:
+    policy = policy_of("int8", CHOICES)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    completions = RolloutEngine(policy).generate(prompts, params)
+    assert check(policy, prompts, completions) == {"checked_tokens": 8, "different": 0}
 
 
 def test_flops_are_those_of_chosen_experts() -> None:
