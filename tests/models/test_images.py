@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, models
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
@@ -77,6 +77,21 @@ TEXTS = [
     ("A<image> wide and<image>a tall one:<image>", [(9, 40, 18), (7, 10, 33), (5, 20, 20)]),
     ("<image><image>are alike", [(1, 16, 16), (1, 16, 16)]),
 ]
+
+
+class HiddenModule:
+    """Stands in for a module, as transformers 5.17 does without torchvision."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} requires the Torchvision library")
+
+
+def test_a_processor_that_transformers_hides_is_found(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.idefics3, "image_processing_pil_idefics3", HiddenModule())
+    policy = Policy.from_pretrained(path, "fp32", "cpu")
+    assert policy.tower.num_features(picture(0)) > 0
 
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])

@@ -9,6 +9,7 @@ An image of several tiles has them row by row, each after <row_1_col_2>, and the
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,13 +110,16 @@ class TileReader:
 
 def _processor(contents: Json, side: int) -> Any:
     """Return transformers' image processor; raise UserError if its tiles are not of `side`."""
-    # From its own module: transformers 5.17 refuses the name of the family without torchvision.
-    library: Any = getattr(models.idefics3, "image_processing_pil_idefics3", None)
-    if not hasattr(library, "Idefics3ImageProcessorPil"):
+    # transformers 5.17 hides the module behind torchvision from all but an import of its own.
+    try:
+        library: Any = importlib.import_module(
+            "transformers.models.idefics3.image_processing_pil_idefics3"
+        )
+    except ImportError:
         raise UserError(
             "this version of transformers has no image processor based on Pillow for Idefics3: "
             "install a newer one (constraints.txt names the version that was tested)"
-        )
+        ) from None
     file = "preprocessor_config.json"
     read = checked(TypeAdapter(TileProcessorConfig), contents, file)
     tile, longest = read.max_image_size.longest_edge, read.size.longest_edge
