@@ -6,7 +6,8 @@
 #
 # A lane is stages that run one after the other, such as "tests integer:portable one_gpu:images". `tests` is
 # `make test-gpu`; SCRIPT:NAME is `benchmarks/SCRIPT.sh NAME OUT`; with words of its own, divided by commas, as in
-# "one_gpu:study,benchmarks/study/gsm8k.toml,9", it gets these in place of OUT. A stage leaves a log in OUT, and a line in
+# "one_gpu:study,benchmarks/study/gsm8k.toml,9", it gets these in place of OUT. A lane that begins with gpu=N sees only
+# GPU N, as in "gpu=1 one_gpu:study,benchmarks/study/gsm8k.toml,9". A stage leaves a log in OUT, and a line in
 # OUT/times: exit status, begin and end in seconds. `wait` ends after SECONDS, or when all lanes have ended, and prints
 # OUT/times. Stages that are timed belong in one lane, with no other one next to it.
 set -eu
@@ -35,6 +36,7 @@ start)
     done ;;
 lane)
     shift 2
+    case $1 in gpu=*) export CUDA_VISIBLE_DEVICES="${1#gpu=}"; shift ;; esac
     for name in "$@"; do stage "$name"; done
     echo "$*" >> "$out/ended" ;;
 wait)

@@ -91,7 +91,8 @@ study)
     CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
     export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY OMP_NUM_THREADS=1
     [ -z "${PERCENT:-}" ] || export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="$PERCENT"
-    nvidia-cuda-mps-control -d
+    # A service that sees some GPUs numbers them anew, so it sees all; its clients choose.
+    env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d
     trap 'echo quit | nvidia-cuda-mps-control' EXIT
     if [ -n "${BESIDE:-}" ]; then sh -c "$BESIDE" & fi
     code=0
