@@ -116,12 +116,12 @@ def compared(policy: Policy, load: tuple[int, int, int], locate: bool) -> dict[s
 
 def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
     """Return the row of one load on one policy."""
-    batch, tokens, long = load
+    batch, tokens, _ = load
     return {
         **plan_facts(policy),
         "layers": policy.config.num_layers,
         "sequences": batch,
-        "longest_context": long + tokens,
+        "longest_context": max(map(len, prompts_of(policy, load))) + tokens,
         **compared(policy, load, locate=True),
     }
 

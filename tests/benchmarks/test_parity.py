@@ -23,7 +23,8 @@ def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
     assert found["command"].endswith("--plan unified --plan mixed --load 3x4x30")
     assert (found["versions"]["torch"], found["commit"]) == (torch.__version__, commit())
     unified, mixed = found["rows"]
-    assert (unified["tokens"], unified["different"], unified["longest_context"]) == (12, 0, 34)
+    assert (unified["tokens"], unified["different"]) == (12, 0)
+    assert unified["longest_context"] == 340 + 4, "a prompt of random length"
     assert mixed["different"] > 0
     assert "first operation that differs" in mixed["located"]
 
