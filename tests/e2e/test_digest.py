@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,3 +182,21 @@ def test_a_run_that_continues_a_checkpoint_without_a_digest_has_none(
     assert (code, "no digest of supervised step 1 in old" in said) == (1, True)
     # The next resume knows that as well.
     assert run(tmp_path, "old", "loop.steps=4", resume=True).digest == ""
+
+
+def test_a_line_that_only_a_checkpoint_has_reaches_trackers(
+    first: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(first.run_path, tmp_path / "cut")
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    sent: list[tuple[Any, ...]] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda *values: sent.append(values), flush=lambda: None, close=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    module = SimpleNamespace(Writer=lambda _: writer)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", module)
+    run(tmp_path, "cut", "trackers.names=tensorboard", resume=True)
+    line = lines_of(first.run_path)["rl", 3]
+    assert ("reward/mean", line["reward/mean"], 3) in sent

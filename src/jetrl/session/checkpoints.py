@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
 
@@ -41,7 +41,7 @@ from jetrl.training.extras import Learner
 from jetrl.training.host_math import mean
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.trainer import Trainer
-from jetrl.types import FinishReason, Json, StepStats
+from jetrl.types import FinishReason, Json, Metrics, StepStats
 
 RandomKey = Annotated[int, Field(ge=0, lt=2**64)]
 Positive = Annotated[int, Field(ge=1, lt=2**53)]
@@ -196,11 +196,16 @@ class RunCheckpoints:
 
     `good_step` is the newest step loaded or written in this attempt, if any. `ending_s` is the time
     reserved for the last checkpoint and the export: twice the longest checkpoint write so far; 0
-    before the first one.
+    before the first one. `restored` gets the step and metrics of a line that only a checkpoint has.
     """
 
-    def __init__(self, run: RunWriter, settings: Settings) -> None:
-        self._run, self._settings = run, settings.checkpoint
+    def __init__(
+        self,
+        run: RunWriter,
+        settings: Settings,
+        restored: Callable[[int, Metrics], object] | None = None,
+    ) -> None:
+        self._run, self._settings, self._restored = run, settings.checkpoint, restored
         self._seed = settings.run.seed
         self._evaluates = settings.eval.every > 0
         keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
@@ -364,6 +369,8 @@ class RunCheckpoints:
                     self._run.write_step(StepStats(loaded.step, metrics), digest=digest)
                 except ValueError as error:
                     raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
+                if self._restored is not None:
+                    self._restored(loaded.step, metrics)
             return lost
 
         return loaded.step, notes + world().from_first("the run's lines", go_back)

@@ -105,7 +105,7 @@ class TrainingRun:
         self.memory_peaks = MemoryPeaks(context.model.device)
         self.phases = Phases()
         self._observe_phases(stack, hang_state)
-        self.checkpoints = RunCheckpoints(self.directory, self.settings)
+        self.checkpoints = RunCheckpoints(self.directory, self.settings, self.trackers.log)
         self.checkpoints.components.register("data", PromptDigest(context.prompts))
         self.digest = RunDigest()
         self.checkpoints.components.register("digest", self.digest)
