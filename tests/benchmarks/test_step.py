@@ -14,6 +14,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
 from tests.distributed.ranks import run_ranks
 
+from benchmarks import train
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
 from jetrl.rollout.engine import RolloutEngine
@@ -58,6 +59,14 @@ def test_flops_are_those_of_chosen_experts() -> None:
     assert flops(config, load)["old_logprobs"] == pytest.approx(exact, rel=0.01)
     of_layer = LayerBench("tiny-experts", "bf16", "bf16", 64, 1, rank=0, device="cpu").flops()
     assert of_layer["forward"] == pytest.approx(2 * 64 * layer, rel=0.01)
+
+
+def test_training_adapters_needs_no_gradients_of_the_base() -> None:
+    choices = replace(CHOICES, adapter_rank=2)
+    policy = policy_of("int8", choices)
+    row = train.measure(policy, LOAD, choices, limit=1.0, profiled=False)
+    needed = flops(policy.config, LOAD, frozen=True)["update"]
+    assert row["mfu"] * row["training_s"] == pytest.approx(needed, rel=0.1)
 
 
 def test_a_step_of_both_plans() -> None:
