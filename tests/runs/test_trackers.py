@@ -104,9 +104,9 @@ def test_a_run_resumed_offline_sends_its_earlier_steps_again(fake_wandb, make_ru
     assert not any("time" in metrics or "phase" in metrics for metrics in sent)
 
 
-def test_trackio_and_tensorboard(monkeypatch, tmp_path):
-    trackio = FakeRun()
-    trackio.init = lambda **arguments: None
+def test_trackio_and_tensorboard(monkeypatch, tmp_path, make_run):
+    trackio, resumed = FakeRun(), []
+    trackio.init = lambda **arguments: resumed.append(arguments["resume"])
     scalars = []
     writer = types.SimpleNamespace(
         add_scalar=lambda *values: scalars.append(values),
@@ -122,6 +122,8 @@ def test_trackio_and_tensorboard(monkeypatch, tmp_path):
     trackers.close(lambda: {"steps": 1})
     assert trackio.logged == [(1, {"reward/mean": 0.5}), (1, {"summary/steps": 1})]
     assert scalars == [("reward/mean", 0.5, 1), ("summary/steps", 1, 1), "closed"]
+    opened(make_run(steps=1), "trackio")
+    assert resumed == ["never", "allow"], "a new run is not another one of its name"
 
 
 def test_what_cannot_start_is_refused_and_the_others_are_closed(fake_wandb, monkeypatch, tmp_path):

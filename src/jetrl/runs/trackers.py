@@ -173,7 +173,9 @@ def _trackio(trackio: ModuleType, own: dict[str, str], path: Path, config: Json)
     def send(step: int, metrics: Metrics) -> None:
         trackio.log(dict(metrics), step=step)
 
-    trackio.init(name=path.name, resume="allow", config=config, **own)
+    # By its name alone, a new run would continue an older one of another folder.
+    resume = "allow" if RunDirectory(path).metrics() else "never"
+    trackio.init(name=path.name, resume=resume, config=config, **own)
     return Tracker(send, send, trackio.finish)
 
 
