@@ -122,7 +122,7 @@ def check_unchanged(definition: Definition, results: Results) -> None:
 def _rule(definition: Definition) -> dict[str, Any]:
     """Return the settings by which the runs of a study are evaluated and judged."""
     study = {"reference": definition.reference}
-    study |= definition.study.model_dump(include={"margin", "level"})
+    study |= definition.study.model_dump(include={"margin", "level", "points"})
     rest = {name: getattr(definition, name).model_dump() for name in ("eval", "collapse")}
     return {"study": study, **rest}
 

@@ -179,6 +179,7 @@ def test_wrong_words(
         ("sft.steps = 60", "sft.steps = 61", "sft.steps: 60 -> 61 (runs "),
         ("page_size = 8", "page_size = 16", "rollout.page_size: 8 -> 16 (runs pages-s0, pages-s1)"),
         ("[eval]\nprompts = 4", "[eval]\nprompts = 5", "eval.prompts: 4 -> 5. Change it back"),
+        ("points = 2", "points = 3", "study.points: 2 -> 3. Change it back"),
         ("share = 0.0", "share = 0.5", "collapse.share: 0.0 -> 0.5. Change it back, or give it"),
     ],
 )
