@@ -16,12 +16,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from benchmarks.commit import commit
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import PlannedRun
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from jetrl.errors import UserError
 from jetrl.files import Count, Finite, Seed, Step, Stored, read_stored
@@ -51,6 +51,16 @@ class Curves(Stored):
 
     steps: list[Step] = Field(default_factory=list)
     values: dict[Name, list[Kept | None]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def share_steps(self) -> Self:
+        """Check that each metric has a value, or null, at each step."""
+        for name, values in self.values.items():
+            if len(values) != len(self.steps):
+                raise ValueError(
+                    f"{name} has {len(values)} values, and steps has {len(self.steps)}"
+                )
+        return self
 
 
 class FinalEvaluation(Stored):
@@ -198,11 +208,13 @@ def read_results(path: Path) -> Results:
             f"{error}; the file is no results of a study as `jetrl study STUDY.toml` writes them"
         ) from None
     runs: dict[str, RunResult] = {}
+    places: dict[Any, str] = {}
     for run in stored.runs:
-        if run.name in runs:
+        first = places.setdefault((run.arm, run.seed, *sorted(run.point.items())), run.name)
+        if run.name in runs or first != run.name:
             raise UserError(
-                f"{path} has the run {run.name} twice, as a merge may leave it: delete the line "
-                "that is not to count"
+                f"{path} has two runs of seed {run.seed} of {run.arm} at one point, {first} and "
+                f"{run.name}, as a merge may leave them: delete the line that is not to count"
             )
         runs[run.name] = run
     about = stored.model_dump(include={"source", "definition", "devices", "commits", "date"})

@@ -139,7 +139,10 @@ def test_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sum(line.startswith('  {"name":') for line in lines) == 2, "a run a line"
     assert '"command": "jetrl study made-up.toml"' in results.path.read_text()
     results.path.write_text("\n".join([*lines[:-3], lines[-3] + ",", *lines[-3:]]))
-    with pytest.raises(UserError, match="has the run long-bf16-s0 twice"):
+    with pytest.raises(UserError, match="seed 0 of bf16 at one point, long-bf16-s0 and long"):
+        read_results(results.path)
+    results.path.write_text("\n".join(lines).replace('"steps":[1]', '"steps":[1,2]'))
+    with pytest.raises(UserError, match="reward/mean has 1 values, and steps has 2"):
         read_results(results.path)
 
 
