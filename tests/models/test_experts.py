@@ -73,6 +73,11 @@ def test_names_of_both_versions_of_transformers() -> None:
     assert (shapes["q_norm.weight"], shapes["k_norm.weight"]) == ((128,), (128,))
 
 
+def test_a_choice_of_experts_is_read_by_its_name() -> None:
+    assert config_of(topk_method="greedy").layers[0].block.rule.scores == "softmax"
+    assert config_of(**GLM, topk_method="noaux_tc").layers[-1].block.rule.scores == "sigmoid"
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -86,6 +91,8 @@ def test_names_of_both_versions_of_transformers() -> None:
         ({"moe_token_drop_policy": "probs"}, "moe_token_drop_policy = 'probs'"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({"topk_method": "group_limited_greedy"}, "topk_method = 'group_limited_greedy'"),
+        ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc': should be 'greedy' or None"),
+        (GLM | {"topk_method": "greedy"}, "topk_method = 'greedy': should be 'noaux_tc' or None"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         (GLM | {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         (GLM | {"moe_layer_freq": 2}, "moe_layer_freq = 2"),

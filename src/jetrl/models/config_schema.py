@@ -97,7 +97,6 @@ class HfConfig(Named):
     router_jitter_noise: Annotated[float, Field(ge=0, le=0)] | None = None
     n_group: OneGroup = None
     topk_group: OneGroup = None
-    topk_method: Literal["greedy", "noaux_tc", None] = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
     layer_types: LayerTypes | None = None
     num_labels: int | None = None

@@ -60,6 +60,7 @@ class ExpertsShape(Block):
     shared_expert_intermediate_size: Literal[0, None] = None
     n_shared_experts: Literal[0, None] = None
     scoring_func: Literal["softmax", None] = None
+    topk_method: Literal["greedy", None] = None
     moe_layer_freq: Literal[1, None] = None
     norm_topk_prob: bool = False
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -265,6 +266,7 @@ class Glm4Experts(ExpertsShape):
     ]
     n_shared_experts: Annotated[int, Field(ge=0, le=2**14)] = 1  # type: ignore[assignment]
     scoring_func: Literal["sigmoid", None] = None  # type: ignore[assignment]
+    topk_method: Literal["noaux_tc", None] = None  # type: ignore[assignment]  # with the bias
     first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
     routed_scaling_factor: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     norm_topk_prob: bool = True
