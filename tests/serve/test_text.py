@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from tests.serve.conftest import Server, serving
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from jetrl.models import chat
 from jetrl.models.policy import Policy
+from jetrl.models.tokenizer import token_bytes
 from jetrl.serve.source import Piece, Request
 from jetrl.serve.text import TextStream, tool_calls
 from jetrl.types import Prompt, PromptInputs
@@ -88,6 +91,39 @@ class Script:
             yield [Piece(0, (token_id,), (-1.0,), version=3)]
             await asyncio.sleep(0)
         yield [Piece(0, (token_ids[-1],), (-1.0,), 3, "stop", self.text)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_and_offsets_of_tokens_in_a_character(policy: Policy, stream: bool) -> None:
+    text = "é: 日本🙂\ufffd the words"
+    body = {"max_tokens": 99, "stream": stream}
+    with serving(Script(policy, text)) as server:
+
+        def ask(path: str, key: str, asked: dict[str, Any]) -> list[Any]:
+            reply = server.post(path, {**body, **asked}).text
+            lines = (
+                [x[6:] for x in reply.split("\n\n") if x[:7] == "data: {"] if stream else [reply]
+            )
+            found = [choice.get("logprobs") for x in lines for choice in json.loads(x)["choices"]]
+            return [each for logprobs in found if logprobs for each in logprobs[key]]
+
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+        drawn = [bytes(x["bytes"]) for x in ask("/v1/chat/completions", "content", asked)]
+        offsets = ask("/v1/completions", "text_offset", {"prompt": "Hi", "logprobs": 1})
+    assert b"".join(drawn) == text.encode()
+    before = [b"".join(drawn[:index]) for index in range(len(drawn))]
+    assert offsets == [len(data.decode(errors="ignore")) for data in before]
+    assert {len(data) for data in drawn} > {1}
+    assert len(set(offsets)) < len(offsets)
+
+
+def test_bytes_of_tokens_that_files_name_by_their_bytes() -> None:
+    pieces = {"<unk>": 0, "<0xE2>": 1, "<0x82>": 2, "a": 3, "\ufffd": 4}
+    library = Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library)
+    found = [token_bytes(tokenizer, token_id) for token_id in range(5)]
+    assert found == [b"<unk>", b"\xe2", b"\x82", b"a", b"\xef\xbf\xbd"]
 
 
 @pytest.fixture(params=[f"I look. {CALL}", f"{CALL}\n{CALL}", "I look. <tool_call>broken", "Hm <t"])

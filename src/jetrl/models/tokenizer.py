@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jetrl.errors import UserError
 from jetrl.files import MOST_BYTES, MOST_TEXT, read_json, shown_value
@@ -37,6 +38,7 @@ _WRITE = ("ByteLevel", "Metaspace", "Precompiled", "Prepend", "Replace", "Templa
 _NFKC = 18.0  # characters that one becomes (U+FDFA), also by the charsmap of SentencePiece
 _LONGER = "jetrl_longer"  # the attribute of a tokenizer that has what the check returned
 _MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33 bytes under NFKC
+_REPLACEMENT = "\ufffd"  # of bytes that are not a whole character
 _MOST_TOKEN = 2**14  # characters of one token
 _MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
 _SMALL = (
@@ -161,6 +163,23 @@ def encode(
 
 
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes | None:
+    """Return a token as UTF-8, also if it is a part of a character; None if its bytes are unknown.
+
+    Files have such a part as one of GPT-2's 256 characters per byte, or as `<0xE2>`.
+    """
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    if _REPLACEMENT not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(byte[1])
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    if of_character.keys() >= set(piece):
+        return bytes(of_character[character] for character in piece)
+    return text.encode() if _REPLACEMENT in piece else None
 
 
 def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:

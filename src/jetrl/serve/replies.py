@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.models import chat
+from jetrl.models.tokenizer import token_bytes
 from jetrl.serve.requests import Wanted
 from jetrl.serve.source import Piece
 from jetrl.serve.text import TOOL_CALL, TextStream, ToolCall, tool_calls
@@ -37,9 +38,9 @@ class _Choice:
     """A choice as far as it has been drawn."""
 
     text: TextStream
+    by_token: TextStream  # one token at a time, for the offset of each
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    offset: int = 0  # of the next character in the text
     calls: list[ToolCall] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ class Reply:
         self._version = 0
         stop, until = wanted.request.params.stop, TOOL_CALL if wanted.tools else ""
         self._choices = [
-            _Choice(TextStream(self._decode, stop, until))
+            _Choice(TextStream(self._decode, stop, until), TextStream(self._decode))
             for _ in range(wanted.request.num_choices)
         ]
 
@@ -196,24 +197,15 @@ class Reply:
             return None
         tokens = [self._token(token_id) for token_id in token_ids]
         if self._wanted.api == "completion":
-            offsets = []
-            for token in tokens:
-                offsets.append(choice.offset)
-                choice.offset += len(token)
             return {
                 "tokens": tokens,
                 "token_logprobs": list(logprobs),
                 "top_logprobs": None,
-                "text_offset": offsets,
+                "text_offset": [choice.by_token.place(token_id) for token_id in token_ids],
             }
         content = [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": None if self._wanted.tokens_as_ids else list(token.encode()),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(tokens, logprobs, strict=True)
+            {"token": token, "logprob": logprob, "bytes": self._bytes(token_id), "top_logprobs": []}
+            for token_id, token, logprob in zip(token_ids, tokens, logprobs, strict=True)
         ]
         return {"content": content}
 
@@ -223,6 +215,13 @@ class Reply:
         if self._wanted.tokens_as_ids or tokenizer is None:
             return f"token_id:{token_id}"
         return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def _bytes(self, token_id: int) -> list[int] | None:
+        tokenizer = self._served.tokenizer
+        if self._wanted.tokens_as_ids or tokenizer is None:
+            return None
+        found = token_bytes(tokenizer, token_id)
+        return None if found is None else list(found)
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._served.tokenizer

@@ -29,6 +29,7 @@ class TextStream:
         self._first = self._read = 0
         self._text = ""
         self._sent = 0
+        self._pending = ""  # what is not whole, as it would be written at the end
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
@@ -37,12 +38,21 @@ class TextStream:
         window = self._decode(self._tokens[self._first :])
         unfinished = window.endswith(UNFINISHED_CHARACTER)
         if unfinished and len(self._tokens) - self._read < MAX_WINDOW:
+            self._pending = window[len(context) :]
             return ""
+        self._pending = ""
         self._text += window[len(context) :]
         self._first, self._read = self._read, len(self._tokens)
         if self._until and self._until in self._text[max(0, self._sent - len(self._until)) :]:
             return self._send(self._text.index(self._until))
         return self._send(len(self._text) - self._begun())
+
+    def place(self, token_id: int) -> int:
+        """Add a token; return where its character begins, counted in characters of the text."""
+        length, pending = len(self._text), self._pending
+        self.add([token_id])
+        was_whole = bool(pending) and self._text.startswith(pending, length)
+        return length + len(pending) * was_whole
 
     def finish(self, text: str) -> str:
         """Return the rest of the completion's whole text."""
