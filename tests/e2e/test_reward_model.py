@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.small import SMALL, before_call, cut, metrics, task_of
+from transformers import AutoModelForSequenceClassification
 
 from jetrl import load_config, train
 from jetrl.cli.main import main
@@ -45,6 +46,40 @@ def test_it_learns_and_is_written(judge: Path) -> None:
     plan = PrecisionPlan.preset("unified")
     model = ScalarModel.from_pretrained(judge / "out", plan, frozen=True)
     assert model.tokenizer is not None
+
+
+def test_checkpoints_are_exported_with_the_scores_that_transformers_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "sft.steps=4", f"run.dir={tmp_path}", "run.name=judge"]
+    words[words.index("checkpoint.every=0")] = "checkpoint.every=2"
+    for adapter in ([], ["adapter.kind=lora", "adapter.rank=4", "run.name=lora"]):
+        assert main(["sft", "demo", *words, "--task", "reward", *adapter]) == 0
+    run, lora = tmp_path / "judge", tmp_path / "lora"
+    (checkpoint,) = (run / "checkpoints" / "sft").glob("step_*4")
+    places = {"a": run, "b": run / "model", "c": checkpoint}
+    for name, place in places.items():
+        assert main(["export", str(place), str(tmp_path / name)]) == 0
+    files = [tmp_path / name / "model.safetensors" for name in places]
+    assert {file.read_bytes() for file in files} == {
+        (run / "model" / "model.safetensors").read_bytes()
+    }
+    assert main(["export", str(lora), str(tmp_path / "merged"), "--merge"]) == 0
+    for name in ("c", "merged"):
+        ours = ScalarModel.from_pretrained(tmp_path / name, "fp32")
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        sequences = [[5, 6, 7], [9, 8, 7, 6, 5, 4]]
+        with torch.no_grad():
+            expected = [theirs(torch.tensor([tokens])).logits.item() for tokens in sequences]
+        # As in tests/models/test_scalar_model.py.
+        bound = 10 * 20 * 128**0.5 * 2**-24
+        assert ours.scores(sequences, 100).tolist() == pytest.approx(expected, abs=bound)
+        assert max(map(abs, expected)) > 100 * bound
+    assert main(["export", str(checkpoint), str(tmp_path / "bf16"), "--dtype", "bfloat16"]) == 0
+    assert (tmp_path / "bf16" / "model.safetensors").stat().st_size < files[0].stat().st_size
+    capsys.readouterr()
+    assert main(["sample", str(checkpoint), "1+1="]) == 2
+    assert "a checkpoint of a reward model, which has scores and no" in capsys.readouterr().err
 
 
 def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

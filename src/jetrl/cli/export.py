@@ -7,6 +7,7 @@ For example:
     jetrl export runs/lora adapters/mine                    a run's adapter, in PEFT's format
     jetrl export runs/lora models/mine --merge              a whole model, with the adapter merged
     jetrl export runs/lora adapters/mine --base models/b    the adapter and its random base
+    jetrl export runs/judge models/judge                    a reward model, in FP32
     jetrl export runs/demo models/demo --push-to-hub me/demo --private   upload it, too
 """
 
@@ -21,7 +22,9 @@ from jetrl.cli.arguments import DEVICES, add_trust_argument
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
+    from jetrl.models.families import ModelConfig
     from jetrl.models.policy import Policy
+    from jetrl.models.scalar_model import ScalarModel
 
 # Keys of generation_config.json, each with the value that changes no distribution.
 _PLAIN = {
@@ -42,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face directory, an adapter, a run directory or a checkpoint",
     )
     add("out", metavar="OUT", help="the directory to write")
-    add("--dtype", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="weight format")
+    words = "weight format (default: bfloat16; of a reward model float32)"
+    add("--dtype", choices=("bfloat16", "float32", "fp8"), help=words)
     add("--merge", action="store_true", help="merge the adapter into a whole model")
     add("--base", metavar="DIR", help="write the random base of the adapter to DIR, in float32")
     add("--overwrite", action="store_true", help="replace an existing model at OUT")
@@ -88,7 +92,7 @@ def _name_sampling(folder: Path) -> None:
 
 
 def _write(args: argparse.Namespace) -> None:
-    from jetrl.cli.opening import find_model, open_policy
+    from jetrl.cli.opening import find_model, open_model
     from jetrl.models import hf
     from jetrl.models.nvfp4_files import is_nvfp4
     from jetrl.models.peft import experts_among_others
@@ -102,20 +106,26 @@ def _write(args: argparse.Namespace) -> None:
     if (path / "config.json").is_file() and is_nvfp4(hf.model_config(path)):
         _widen(args, path)
         return
-    policy = open_policy(args.model, None, args.device, fallback="fp32")
-    if policy.lora is not None and args.dtype != "bfloat16":
+    policy = open_model(args.model, None, args.device, fallback="fp32")
+    if policy.lora is not None and args.dtype not in (None, "bfloat16"):
         raise UserError(
             f"--dtype {args.dtype} is for a whole model, and {args.model} has an adapter: add "
             "--merge"
         )
     _name_base(args, policy)
+    _choose_dtype(args, policy.config)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")
     if policy.lora is not None and experts_among_others(policy.config, policy.master_weights()):
         print("peft 0.21 drops a part of these files without an error: use --merge instead")
 
 
-def _name_base(args: argparse.Namespace, policy: Policy) -> None:
+def _choose_dtype(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Set the default of --dtype: in BF16, scores that are close would change their order."""
+    args.dtype = args.dtype or ("float32" if config.head == "score" else "bfloat16")
+
+
+def _name_base(args: argparse.Namespace, policy: Policy | ScalarModel) -> None:
     """Write the random base of an adapter, so that the adapter's files can name its path."""
     from jetrl.models import hf
 
@@ -152,6 +162,7 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
     from jetrl.session.building import choose_device
 
     source = ModelSource.from_path(path)
+    _choose_dtype(args, source.config)
     hf.save_model(
         path=args.out,
         config=source.config,
@@ -168,7 +179,7 @@ def _merge(args: argparse.Namespace) -> None:
     """Write the base of an adapter directory or of a run's checkpoint with the adapter merged."""
     import torch
 
-    from jetrl.cli.opening import adapter_source, find_model, open_policy
+    from jetrl.cli.opening import adapter_source, find_model, open_model
     from jetrl.models import hf
     from jetrl.models.adapter import base_digest
     from jetrl.models.nvfp4_files import is_nvfp4
@@ -186,12 +197,13 @@ def _merge(args: argparse.Namespace) -> None:
         trained = {**adapter.tensors, **adapter.replaced}
         tokenizer = source.tokenizer if hf.has_tokenizer(location.path) else None
     else:
-        policy = open_policy(args.model, None, args.device, fallback="fp32")
+        policy = open_model(args.model, None, args.device, fallback="fp32")
         if policy.lora is None or policy.base_source is None:
             raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
         source, config, lora = policy.base_source, policy.config, policy.lora
         base = source.weights(torch.device(device))
         trained, tokenizer = policy.adapter_tensors(), policy.tokenizer
+    _choose_dtype(args, config)
     merged = MergedWeights(config, lora, base, trained, torch.device(device))
     hf.save_model(
         path=args.out,

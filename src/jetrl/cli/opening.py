@@ -15,17 +15,18 @@ from jetrl.models.hf_files import is_hub_name
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
 from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import SCALAR_HEAD, ScalarModel
 from jetrl.models.source import ModelSource, open_source
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import REFERENCE, select_backend
 from jetrl.runs.directory import RunDirectory
-from jetrl.session.building import choose_device, limit_threads, policy_of_masters
+from jetrl.session.building import choose_device, limit_threads, model_of_masters
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings, load_config
 from jetrl.settings.model_sections import AdapterSettings, PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.checkpoint import CheckpointFolder
-from jetrl.training.checkpoint_files import check_intact, masters_of, state_of
+from jetrl.training.checkpoint_files import StoredTensors, check_intact, masters_of, state_of
 
 
 class ModelLocation(NamedTuple):
@@ -35,15 +36,31 @@ class ModelLocation(NamedTuple):
     run: Path | None
 
 
-@advice_in_options()
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback: str = DEFAULT_PRESET, **fields: str
 ) -> Policy:
-    """Return the policy of a model or adapter directory, hub name, run directory or checkpoint.
+    """Return the policy of a model, run or checkpoint, like `open_model`; refuse reward models."""
+    model = open_model(path, preset, device, fallback, scalar=False, **fields)
+    assert isinstance(model, Policy), "reward models were refused"
+    return model
+
+
+@advice_in_options()
+def open_model(
+    path: str | Path,
+    preset: str | None,
+    device: str,
+    fallback: str = DEFAULT_PRESET,
+    *,
+    scalar: bool = True,
+    **fields: str,
+) -> Policy | ScalarModel:
+    """Return the model of a model or adapter directory, hub name, run directory or checkpoint.
 
     Args:
         preset: The precision preset. None: the run's plan, or `fallback` without a run.
         device: As in run.device.
+        scalar: Open a model with a scalar head, too.
         fields: Options of `[precision]` that change the preset.
 
     Raises:
@@ -51,17 +68,22 @@ def open_policy(
     """
     location = find_model(Path(path))
     try:
-        return _policy_at(location, preset, device, fallback, fields)
+        return _model_at(location, preset, device, fallback, scalar, fields)
     except (FileNotFoundError, UserError):
         if location.run != Path(path) or location.path.exists():
             raise
     # A running job has replaced that checkpoint by a newer one.
-    return open_policy(path, preset, device, fallback, **fields)
+    return open_model(path, preset, device, fallback, scalar=scalar, **fields)
 
 
-def _policy_at(
-    location: ModelLocation, preset: str | None, device: str, fallback: str, fields: dict[str, str]
-) -> Policy:
+def _model_at(
+    location: ModelLocation,
+    preset: str | None,
+    device: str,
+    fallback: str,
+    scalar: bool,
+    fields: dict[str, str],
+) -> Policy | ScalarModel:
     if preset is None and location.run is not None:
         stored = RunDirectory.open(location.run).plan()
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
@@ -71,21 +93,27 @@ def _policy_at(
     chosen, masters = choose_device(device), masters_of(location.path)
     if masters is not None:
         world().from_first("the checkpoint", lambda: check_intact(location.path))
+        if not scalar and SCALAR_HEAD in StoredTensors(masters):
+            raise UserError(
+                f"{location.path}: a checkpoint of a reward model, which has scores and no tokens; "
+                "`jetrl export` writes it as a directory for reward.model_path"
+            )
         settings = _settings_on(location.run, chosen)
         plan = _plan_over(settings.model.path, plan, preset)
         state = state_of(location.path)
-        policy = policy_of_masters(settings, plan, masters, state)
-        _check_base(location.path, policy, settings.model.path)
-        return policy
+        model = model_of_masters(settings, plan, masters, state)
+        _check_base(location.path, model, settings.model.path)
+        return model
     if is_adapter(location.path):
-        source = adapter_source(location, chosen)
+        source = adapter_source(location, chosen, scalar)
     else:
         source = ModelSource.from_path(location.path)
     plan = _plan_over(source.origin, plan, preset)
     trains = (lambda _: False) if plan.frozen_base and source.adapter is None else None
     limit_threads(source.config)
     with compiled_ahead(source, plan, chosen):
-        return Policy(source, plan, chosen, trains=trains)
+        kind = ScalarModel if scalar and source.config.head == ScalarModel.head else Policy
+        return kind(source, plan, chosen, trains=trains)
 
 
 def _settings_on(run: Path | None, device: str) -> Settings:
@@ -97,7 +125,7 @@ def _settings_on(run: Path | None, device: str) -> Settings:
     return settings.model_copy(update={"run": settings.run.model_copy(update={"backend": "auto"})})
 
 
-def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
+def _check_base(checkpoint: Path, policy: Policy | ScalarModel, base: str | None) -> None:
     """Raise a UserError if the adapter of a checkpoint was trained on another base."""
     adapter = state_of(checkpoint)["model"].get("adapter")
     if not isinstance(adapter, dict) or adapter.get("base") == policy.base_digest:

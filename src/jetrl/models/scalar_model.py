@@ -24,6 +24,8 @@ from jetrl.models.packed import ForwardInputs, Stems, pack, upload
 from jetrl.models.source import ModelSource
 from jetrl.precision.plan import PrecisionPlan
 
+SCALAR_HEAD = "score.weight"
+
 
 class ScalarModel(Model):
     """A decoder with a scalar head, under a precision plan."""

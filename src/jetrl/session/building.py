@@ -18,7 +18,7 @@ from jetrl.models.chat import encode_prompt
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
-from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
+from jetrl.models.scalar_model import SCALAR_HEAD, ScalarModel, check_same_tokenizer
 from jetrl.models.source import CHARACTERS, ModelSource, open_source
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import HOPPER, REFERENCE, TRITON_DEFINED, accelerator, select_backend
@@ -52,8 +52,10 @@ def build_policy(
         return Policy(source, plan, device)
 
 
-def policy_of_masters(settings: Settings, plan: PrecisionPlan, saved: Path, state: Json) -> Policy:
-    """Return the policy of a run with the master weights of a checkpoint.
+def model_of_masters(
+    settings: Settings, plan: PrecisionPlan, saved: Path, state: Json
+) -> Policy | ScalarModel:
+    """Return the policy or reward model of a run with the master weights of a checkpoint.
 
     `saved` is the checkpoint's file of master weights, `state` its state.json. Without an alphabet
     in the state, model.tokenizer=characters uses the task's. Raises UserError if the checkpoint is
@@ -62,16 +64,17 @@ def policy_of_masters(settings: Settings, plan: PrecisionPlan, saved: Path, stat
     alphabet = state.get("alphabet")
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
-    policy = build_policy(settings, plan, alphabet)
     stored = StoredTensors(saved)
-    wrong = stored.differences(policy)
+    build = build_scalar_model if SCALAR_HEAD in stored else build_policy
+    model = build(settings, plan, alphabet)
+    wrong = stored.differences(model)
     if wrong:
         raise UserError(f"{saved}: not of the run's model: {', '.join(wrong[:5])}")
     if "key_exponents" in state:  # absent if the run's own plan does not smooth keys
-        policy.restore_key_exponents(state["key_exponents"], str(saved.parent))
-    stored.copy_to(policy)
-    policy.requantize()
-    return policy
+        model.restore_key_exponents(state["key_exponents"], str(saved.parent))
+    stored.copy_to(model)
+    model.requantize()
+    return model
 
 
 def build_scalar_model(
