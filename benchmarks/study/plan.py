@@ -168,6 +168,12 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
             f"{definition.source}: the run {name} reads raw text, whose losses have a report of "
             'their own: write task.name = "text" in [settings], for all runs'
         )
+    if (settings.task.eval_split == "train") != definition.evaluates_training_set:
+        raise UserError(
+            f"{definition.source}: the run {name} is evaluated on split "
+            f"{settings.task.eval_split!r}, and the report says of all runs whether it is the "
+            "training set: write task.eval_split in [settings], and nowhere else"
+        )
     if definition.start is None:
         digest, said = _digest(settings, deviation), _said(settings, deviation)
         return PlannedRun(

@@ -118,6 +118,7 @@ def test_a_wrong_key_is_named_with_its_line(study: Read, text: str, message: str
         (HEAD + ARMS + "train.lr = 'high'\n", r"line 13: train.lr = .*\(settings of the run mixed"),
         (HEAD + "run.seed = 1\n" + ARMS, "line 7: run.seed is set by the study itself"),
         (HEAD + ARMS + "task.name = 'text'\n", "mixed.*-s0 reads raw text.*write task.name"),
+        (HEAD + ARMS + "task.eval_split = 'train'\n", "evaluated on split 'train', .*write task.e"),
         (f"{HEAD}[start]\nsft.steps = 9\n{ARMS}sft.steps = 1\n", "line 15: arms.*sets sft.steps"),
     ],
 )
