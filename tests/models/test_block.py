@@ -145,5 +145,5 @@ def test_keys_are_the_blocks_own(path: Path, tmp_path: Path) -> None:
     assert (fields["norm_topk_prob"], fields["moe_intermediate_size"]) == (False, 128)
     with pytest.raises(UserError, match=r"config\.json: num_experts = 0: should be greater than"):
         ModelConfig.from_hf({**config.raw, "num_experts": 0})
-    with pytest.raises(UserError, match="qwen3 has no num_experts: intermediate_size"):
+    with pytest.raises(UserError, match="qwen3 has no num_experts; it has intermediate_size"):
         make_tiny(tmp_path / "other", num_experts=2)

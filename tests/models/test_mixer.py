@@ -195,7 +195,7 @@ def test_keys_are_the_mixers_own(path: Path, tmp_path: Path) -> None:
         ModelConfig.from_hf({**config.raw, "gate_size": 0})
     with pytest.raises(UserError, match=r"layer_types\.1 = 'conv': should be 'full_attention' or"):
         with_types(config, "token_gate", "conv")
-    with pytest.raises(UserError, match="llama has no gate_size: intermediate_size"):
+    with pytest.raises(UserError, match="llama has no gate_size; it has intermediate_size"):
         make_tiny(tmp_path / "other", "llama", gate_size=2)
 
 
