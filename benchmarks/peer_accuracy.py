@@ -25,6 +25,7 @@ from benchmarks.harness import command_typed, print_table, write_results
 
 READERS = ("own", "jetrl", "transformers", "vllm")
 QUESTIONS = "questions.json"
+ASKED = ("model", "plan", "prompts", "max_tokens")  # alike for all answers in a folder
 
 
 def write_questions(args: argparse.Namespace) -> None:
@@ -39,7 +40,7 @@ def write_questions(args: argparse.Namespace) -> None:
     policy.save_pretrained(args.work / "model", dtype="bfloat16", overwrite=True)
     encoded = encode_prompts(policy, get_task("gsm8k"), "test", args.prompts)
     questions = [list(each.inputs.token_ids) for each in encoded]
-    written = {"model": args.model, "plan": args.plan, "questions": questions}
+    written = {**{key: getattr(args, key) for key in ASKED}, "questions": questions}
     (args.work / QUESTIONS).write_text(json.dumps(written), encoding="utf-8")
 
 
@@ -147,8 +148,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     write_questions(args)
     written = json.loads((args.work / QUESTIONS).read_text(encoding="utf-8"))
-    if (written["model"], written["plan"]) != (args.model, args.plan):
-        parser.error(f"{args.work} is of {written['model']} under {written['plan']}; name another")
+    for key in ASKED:
+        if written[key] != getattr(args, key):
+            parser.error(f"--work {args.work} has answers of {key} {written[key]}: name another")
     questions = written["questions"]
     for reader in args.reader:
         if reader == "transformers":

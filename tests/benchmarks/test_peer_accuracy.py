@@ -1,8 +1,23 @@
 """Readers of an export are compared question by question."""
 
+import json
 import math
+from pathlib import Path
 
-from benchmarks.peer_accuracy import row_of
+import pytest
+from benchmarks.peer_accuracy import QUESTIONS, main, row_of
+
+
+@pytest.mark.parametrize("words", ["--prompts 8", "--max-tokens 9", "--plan bf16"])
+def test_answers_to_other_questions_are_not_taken(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked = {"model": "m", "plan": "int8", "prompts": 4, "max_tokens": 320, "questions": [[1]]}
+    (tmp_path / QUESTIONS).write_text(json.dumps(asked))
+    usual = ["m", "--prompts", "4", "--work", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main([*usual, *words.split()])
+    assert "name another" in capsys.readouterr().err
 
 
 def test_a_reader_is_compared_with_the_model_on_the_same_questions() -> None:
