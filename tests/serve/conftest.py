@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +33,13 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests without a seed get the same ones in each run of a test, but never one twice."""
+    numbers = itertools.count(1)
+    monkeypatch.setattr(secrets, "randbits", lambda _: next(numbers))
 
 
 @pytest.fixture(scope="session")

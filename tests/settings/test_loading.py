@@ -8,6 +8,7 @@ import pytest
 from tools.documents.settings import with_tables
 
 from jetrl.errors import UserError
+from jetrl.settings import loading
 from jetrl.settings.loading import (
     Settings,
     describe,
@@ -19,6 +20,12 @@ from jetrl.settings.loading import (
 from jetrl.settings.sections import ModelSettings, RolloutSettings, TaskSettings
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Let a test see the warnings that another test of this process has met already."""
+    loading._warn_once.cache_clear()
 
 
 def write(path: Path, text: str) -> Path:
