@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -19,7 +20,7 @@ from jetrl.training.micro_batches import (
     sizes_of,
 )
 from jetrl.training.packing import pack, with_advantages
-from jetrl.types import STEM_BLOCK
+from jetrl.types import STEM_BLOCK, Batch, Image, ImageGrid, ImageSpan, PromptInputs
 
 
 def batch_of_three(sample):
@@ -57,6 +58,27 @@ def test_a_part_has_every_number_of_its_sequences_and_no_other(sample, sequences
     assert part.before.tolist() == trained
     assert part.returns.tolist() == [-n for n in trained]
     assert sizes_of(part.batch) == (len(tokens), len(sequences))
+
+
+def test_a_part_is_the_batch_of_its_sequences_packed_alone(sample):
+    first, second = (Image(b"", 4, 4, digest=name) for name in (b"a", b"b"))
+    images = [
+        (ImageSpan(first, 1, 2), ImageSpan(second, 3, 1)),
+        (),
+        (ImageSpan(second, 0, 2, grid=ImageGrid(0, rows=1, columns=2)),),
+    ]
+    inputs = [PromptInputs(tuple(range(1, 6 - i)), spans) for i, spans in enumerate(images)]
+    samples = [
+        dataclasses.replace(sample(0, one.token_ids, [7, 8], logprobs=[-0.5, -i]), inputs=one)
+        for i, one in enumerate(inputs)
+    ]
+    (whole,) = pack(samples, 100, share_prompts=True)
+    for i in range(3):
+        part = MicroBatch(whole).select(range(i, i + 1)).batch
+        (alone,) = pack(samples, 100, share_prompts=True, sample_ids=[i])
+        for field in dataclasses.fields(Batch):
+            got, expected = getattr(part, field.name), getattr(alone, field.name)
+            assert np.array_equal(got, expected), field.name
 
 
 def test_ranges_are_full_and_a_longer_sequence_stands_alone():

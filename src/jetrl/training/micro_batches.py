@@ -59,7 +59,9 @@ class MicroBatch:
         for name in _OF_SEQUENCES:
             values = getattr(batch, name)
             fields[name] = None if values is None else values[sequences.start : sequences.stop]
-        part = Batch(cu_seqlens=starts - starts[0], **fields)
+        spans = (span.within(tokens.start, tokens.stop) for span in batch.images)
+        images = tuple(span for span in spans if span is not None)
+        part = Batch(cu_seqlens=starts - starts[0], images=images, **fields)
         return MicroBatch(part, **{name: tensor[trained] for name, tensor in self.known().items()})
 
     def known(self) -> dict[str, Tensor]:
