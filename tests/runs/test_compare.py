@@ -67,6 +67,18 @@ def test_only_steps_that_all_have_are_looked_at(make_run) -> None:
     assert compare_runs(runs[::-1]).same, "and the other has none that it has not"
 
 
+def test_supervised_runs_are_compared_by_their_losses(make_run) -> None:
+    runs = [make_run(name, steps=0, sft=20) for name in ("first", "other")]
+    rewritten(runs[0], lambda line: line.update({"sft/loss": 2.0, "timing/step_s": 1.0}))
+    rewritten(runs[1], lambda line: line.update({"sft/loss": line["step"], "timing/step_s": 0.5}))
+    found = compare_runs(runs)
+    assert (found.common_steps, found.common_sft_steps) == (0, 20)
+    rows = {row[0]: row[1:] for row in comparison_rows(found)}
+    assert rows["supervised steps"] == ("20", "20")
+    assert rows["sft/loss"] == ("2", "19.5"), "the mean of the last tenth"
+    assert rows["timing/step_s"][1] == "0.5 s (2 times as fast)"
+
+
 def test_settings_that_differ_are_a_row_each(make_run) -> None:
     runs = [make_run("first", steps=2), make_run("other", steps=2)]
     config = runs[1] / "config.toml"

@@ -6,10 +6,10 @@ For example:
     jetrl compare runs/bf16 runs/unified          two variants: rewards and speed
     jetrl compare demo demo-2 --same              exit code 1 unless all bits are the same
 
-Rewards are means over the last tenth of the common steps; times and speeds are medians; memory is
-the peak. Bits are compared line by line in metrics.jsonl, except times, speeds and memory. --same
-compares the digests of the steps (docs/exactness.md) and names the first step and field that
-differ: prompts, tokens, logprobs, rewards, losses, grad_norms or weights.
+Rewards and losses are means over the last tenth of the common steps; times and speeds are medians;
+memory is the peak. Bits are compared line by line in metrics.jsonl, except times, speeds and
+memory. --same compares the digests of the steps (docs/exactness.md) and names the first step and
+field that differ: prompts, tokens, logprobs, rewards, losses, grad_norms or weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         first, *others = comparison.runs
         lines = [table(comparison_rows(comparison)), ""]
-        common = comparison.common_steps
-        lines += [f"rewards, times and speeds: over the {common} common steps"]
+        common, supervised = comparison.common_steps, comparison.common_sft_steps
+        if common or not supervised:
+            lines += [f"rewards, times and speeds: over the {common} common steps"]
+        else:
+            lines += [f"times and speeds: over the {supervised} common supervised steps"]
         lines += [bits_in_words(other, first) for other in others]
         lines += [digest_in_words(other, first) for other in others if args.same]
         print(visible("\n".join(lines), newlines=True))

@@ -27,7 +27,15 @@ from jetrl.runs.digest import (
 )
 from jetrl.runs.directory import RunDirectory, settings_that_differ
 from jetrl.runs.format import clip, count, date, duration, labels, number, percent, visible
-from jetrl.runs.history import RunHistory, history_of, mean, phase_of, values_of
+from jetrl.runs.history import (
+    RunHistory,
+    change_of,
+    history_of,
+    in_phase,
+    mean,
+    phase_of,
+    values_of,
+)
 from jetrl.runs.metrics import find_metric, is_share, outside_metric, reproducible
 from jetrl.runs.storage import Record
 from jetrl.settings.loading import as_override
@@ -74,7 +82,7 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
             name,
             Text(row.state),
             Text(visible(row.preset)),
-            count(history.num_steps),
+            _steps_text(history),
             number(history.reward.last) if history.reward else "",
             history.evals[0].ends[1] if history.evals else "",
             _mismatch_text(history).partition(" ")[0],
@@ -105,6 +113,8 @@ def show_run(path: str | Path) -> str:
         rows.append(("now", f"{status.phase} of step {status.step} for {since}"))
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
+        sft_loss = change_of(run.metrics("sft"), "sft/loss")
+        rows += [] if sft_loss is None else [(sft_loss.name, " -> ".join(sft_loss.ends))]
     for change in filter(None, (history.reward, *history.evals)):
         ends = " -> ".join(change.ends)
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
@@ -137,13 +147,21 @@ def _mismatch_text(history: RunHistory | RunBeside) -> str:
     return count(history.num_different) + tokens
 
 
+def _steps_text(history: RunHistory) -> str:
+    """Return the steps of a run, or the supervised ones if it has no others."""
+    if history.num_steps or not history.num_sft_steps:
+        return count(history.num_steps)
+    return f"{count(history.num_sft_steps)} sft"
+
+
 # Means over the last tenth of the steps, and medians of all.
 _REACHED = ("reward/mean", "response_length/mean", "policy/entropy")
 _MEDIANS = (
     *("timing/step_s", "timing/rollout_s", "timing/update_s"),
     *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
 )
-_TOTALS = ("num_steps", "elapsed_s", "num_tokens", "num_different")  # fields of a run's history
+# Fields of a run's history.
+_TOTALS = ("num_steps", "num_sft_steps", "elapsed_s", "num_tokens", "num_different")
 _OWN = ("run.name", "run.dir")  # settings that differ between any two runs
 _SHORT = 12  # digits of a digest in the table
 _NAMED = 4  # maximum metrics named for the first differing step
@@ -154,7 +172,8 @@ class RunBeside:
     """A run in comparison with the first run.
 
     Attributes:
-        reached: Means, medians and peaks by metric, over the common steps.
+        reached: Means, medians and peaks by metric, over the common steps: times, speeds and memory
+            of supervised ones only if the runs have no others in common.
         same_lines: Common lines before the first one with other bits, without times, speeds and
             memory.
         differs_at: That line; None if all common lines are the same.
@@ -168,6 +187,7 @@ class RunBeside:
     state: str
     preset: str
     num_steps: int
+    num_sft_steps: int
     elapsed_s: float
     num_tokens: int | None
     num_different: int | None
@@ -184,6 +204,7 @@ class RunBeside:
 @dataclass(frozen=True)
 class Comparison:
     common_steps: int
+    common_sft_steps: int
     runs: tuple[RunBeside, ...]
 
     @property
@@ -206,13 +227,14 @@ def compare_runs(paths: Sequence[str | Path], check_digests: bool = False) -> Co
     for run in runs if check_digests else ():
         check_chain(digested_lines(run.metrics()), str(run.metrics_file))
     lines = [{(phase_of(r), int(r["step"])): r for r in run.metrics()} for run in runs]
-    common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))
+    common = sorted(set.intersection(*map(set, lines)))
     names, config = labels([run.path for run in runs]), runs[0].config()
     beside = tuple(
         _beside(name, run, own, lines[0], settings_that_differ(config, run.config()), common)
         for name, run, own in zip(names, runs, lines, strict=True)
     )
-    return Comparison(sum(step > 0 for step in common), beside)
+    steps = [phase for phase, step in common if step > 0]
+    return Comparison(steps.count("rl"), steps.count("sft"), beside)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -226,6 +248,8 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("tokens different", *map(_mismatch_text, runs)),
         ("digest", *(run.digest[:_SHORT] or "none" for run in runs)),
     ]
+    if any(run.num_sft_steps for run in runs):
+        rows.append(("supervised steps", *(count(run.num_sft_steps) for run in runs)))
     for name in dict.fromkeys(name for run in runs for name in run.reached):
         form = percent if is_share(name, [run.reached for run in runs]) else number
         cells = (
@@ -291,7 +315,7 @@ def _beside(
     lines: Mapping[Line, Record],
     first_lines: Mapping[Line, Record],
     settings: Mapping[str, tuple[Any, Any]],
-    common: Sequence[int],
+    common: Sequence[Line],
 ) -> RunBeside:
     history = history_of(list(lines.values()), run.attempts())
     common_lines = [line for line in first_lines if line in lines]
@@ -303,7 +327,7 @@ def _beside(
         state=run.state(),
         preset=str(run.plan().get("name", "")),
         **{name: getattr(history, name) for name in _TOTALS},
-        reached=_reached_by([lines["rl", step] for step in common]),
+        reached=_reached_by([lines[line] for line in common]),
         settings={key: pair for key, pair in settings.items() if key not in _OWN},
         common_lines=len(common_lines),
         same_lines=len(common_lines) if at is None else common_lines.index(at),
@@ -326,19 +350,25 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
     }
 
 
-def _reached_by(records: Sequence[Record]) -> Metrics:
+def _reached_by(lines: Sequence[Record]) -> Metrics:
     """Return means, last evaluations, medians and peaks of a run, by metric."""
-    end = records[-max(1, len(records) // 10) :]
-    evals = history_of(records).evals
+    rl, sft = in_phase(lines, "rl"), in_phase(lines, "sft")
+    records = rl if any(record["step"] > 0 for record in rl) else sft
+    evals = history_of(lines).evals
     outside = [outside_metric(change.name) for change in evals]
     found: list[tuple[str, Callable[[list[float]], float], list[float]]] = [
-        *((name, mean, values_of(end, name)) for name in _REACHED),
+        *((name, mean, values_of(_last_tenth(rl), name)) for name in _REACHED),
+        ("sft/loss", mean, values_of(_last_tenth(sft), "sft/loss")),
         *((change.name, max, [change.last]) for change in evals),
-        *((name, max, values_of(records, name)) for name in outside),
+        *((name, max, values_of(rl, name)) for name in outside),
         *((name, statistics.median, values_of(records, name)) for name in _MEDIANS),
         ("memory/peak_gib", max, values_of(records, "memory/peak_gib")),
     ]
     return {name: reduce(values) for name, reduce, values in found if values}
+
+
+def _last_tenth(records: Sequence[Record]) -> Sequence[Record]:
+    return records[-max(1, len(records) // 10) :]
 
 
 def _reached(
