@@ -8,10 +8,10 @@ r"""The rollout engine on one GPU, at the shape of a real model with random weig
 
 A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS, with different prompts, end-of-sequence
 ignored and log-probs on. `decode_ms` is the median time from one decode step to the next, host
-included. Its floor is the time to read the weights and the KV cache at the mean context, at the
-measured copy bandwidth. The log-probs of the first sequences are compared bitwise with the
-trainer's. With `--rounds`, a row is that of the median round. `--profile` adds the time per kernel
-of decode.
+included. Its floor is the time to read the weights (of experts, those that the tokens can choose)
+and the KV cache at the mean context, at the measured copy bandwidth. The log-probs of the first
+sequences are compared bitwise with the trainer's. With `--rounds`, a row is that of the median
+round. `--profile` adds the time per kernel of decode.
 
 The load `grpo` has 64 prompts of 256 tokens with 8 samples each and a long tail: log-normal lengths
 (sigma 0.8 of the logarithm, mean 1500, at most 8192). `tail` has 16 prompts and half the lengths,
@@ -21,6 +21,7 @@ once, so that all graphs are captured; the row has their number and seconds.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -46,6 +47,7 @@ from benchmarks.timing import copy_bandwidth
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.memory.out_of_memory import release
 from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.experts import blocks_of
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
@@ -62,13 +64,21 @@ _WINDOW, _TOGETHER = 8, 64
 _AHEAD = 64  # Tokens by which the context of a launched decode step may be ahead of the ends known.
 
 
-def weight_bytes(policy: Policy) -> int:
-    """Return the bytes of the linears' and lm_head's weights, which each decode forward reads."""
-    total = 0
+def weight_bytes(policy: Policy, tokens: int) -> int:
+    """Return the bytes of weights that a decode forward reads: those of linears and lm_head.
+
+    Of experts, as many are counted as that many tokens can choose.
+    """
+    shares: dict[Linear, float] = {}
+    for block in blocks_of(policy.decoder):
+        share = min(1.0, tokens * block.shape.rule.num_chosen / block.shape.num_experts)
+        shares |= {block.gate_up: share, block.down: share}
+    total = 0.0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
-            total += sum(t.nbytes for t in operand_tensors(module.operand("rollout")))
-    return total
+            tensors = operand_tensors(module.operand("rollout"))
+            total += shares.get(module, 1.0) * sum(t.nbytes for t in tensors)
+    return round(total)
 
 
 class _Watch:
@@ -131,7 +141,7 @@ def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
     stats = engine.stats
     step = watch.seconds_per_step(batch)
     context = prompt + response / 2
-    floor = weight_bytes(policy)
+    floor = weight_bytes(policy, batch)
     floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan.on("rollout")))
     row: Row = {
         **plan_facts(policy),
@@ -231,7 +241,8 @@ def run_tailed(policy: Policy, name: str) -> Row:
     steps = int(running[0])
     alive = np.searchsorted(-running, -np.arange(1, steps + 1), side="right")
     kv = float((lengths * (lengths + 1) / 2 + lengths * load.prompt_length).sum()) * per_token
-    floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
+    read = functools.cache(functools.partial(weight_bytes, policy))
+    floor = (sum(map(read, alive.tolist())) + kv) / copy_bandwidth()
     owners = [prompts[i // load.samples] for i in range(count)]
     return {
         **plan_facts(policy),
