@@ -87,7 +87,8 @@ def test_workers_import_no_torch_and_print_nowhere(scorer, capfd):
 
 def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
     pid = int(score(scorer, "pid")[0].score.reward)
-    (worker,) = (worker for worker in scorer._workers if worker._process.pid == pid)
+    started = [worker for worker in scorer._workers if worker._process is not None]
+    (worker,) = (worker for worker in started if worker._process.pid == pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(worker.channel.has_spoken)  # its last thread has closed the connection
     results = score(scorer, *["1"] * 64)
