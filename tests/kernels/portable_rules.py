@@ -117,13 +117,15 @@ SPILLS = {
     "attention_backward._dq_kernel": Spill(704, 352, "mma.sync; none in loops on Hopper"),
     "attention_backward._dk_dv_kernel": Spill(288, 128, "mma.sync; none on Hopper"),
     # Of plans_matrix.py.
-    "forward_triton.tile_kernel": Spill(160, 0, "before and after the loops over keys"),
+    "forward_triton.tile_kernel": Spill(192, 0, "before and after the loops over keys"),
     "int8._squares_kernel": Spill(24, 0, "one tile per program, on sm_103"),
     "decode.decode_kernel": Spill(80, 29, "keys in BF16 with head_dim 128, on sm_100"),
     "adapter._down_kernel": Spill(16, 0, "before and after the loop over chunks"),
     "grouped_bf16._wgrad_kernel": Spill(192, 0, "the total, next to all sums, on Hopper"),
     "float_tiles._product_kernel": Spill(16, 0, "before the loop over K"),
-    "backward._dkdv_kernel": Spill(600, 320, "mma.sync; with head_dim 64 on sm_120"),
+    "backward._dkdv_kernel": Spill(640, 572, "mma.sync; with head_dim 64 on sm_120"),
+    "backward._dq_kernel": Spill(104, 33, "mma.sync, dS not kept, with head_dim 64"),
+    "norm_triton._backward_kernel": Spill(8, 1, "576 columns on sm_100 and sm_103"),
     "sampling_triton._exclude_kernel": Spill(24, 9, "32 warps leave few registers, on Hopper"),
     "rotary_triton._backward_kernel": Spill(16, 8, "head_dim 128 on sm_120"),
 }

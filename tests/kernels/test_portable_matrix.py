@@ -78,7 +78,7 @@ def assert_few_rows_have_the_instructions_of_many(kernels: list[dict[str, Any]])
 
 # Every plan, shape and GPU with JETRL_ALL_CARDS=1; else these parts of a whole model.
 PLANS_OF = {80: ("bf16", "int8/int8"), 86: ("bf16", "int8/int8")}
-WITH_E4M3 = ("bf16", "int8/int8", "int8", "unified", "jet", "mixed")
+WITH_E4M3 = ("bf16", "int8/int8", "int8", "unified", "unified/saved", "jet", "mixed")
 ALL = [(card, plan, "") for card in CARDS for plan in PLANS_OF.get(card, WITH_E4M3)]
 SOME = [
     (
@@ -104,7 +104,9 @@ def test_kernels_of_other_plans_compile(
     assert_few_rows_have_the_instructions_of_many(kernels)
     compiled = {one["kernel"] for one in kernels}
     assert compiled & launched(PLANS)
-    assert pieces or "int8" in plan or plan == "bf16" or launched(PLANS) - compiled == set()
+    left_out = {name for name in launched(PLANS) if name.startswith("saved.") != ("/saved" in plan)}
+    some = pieces or "int8" in plan or plan == "bf16"
+    assert some or launched(PLANS) - left_out - compiled == set()
 
 
 @pytest.mark.parametrize(
