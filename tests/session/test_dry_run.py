@@ -47,7 +47,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("score.weight [1, 576] is missing", "reward.model_path={dir}/narrow", JUDGED),
     ("num_pages = 1000000000", "rollout.num_pages=1000000000"),
     ("KV cache too small", "rollout.num_pages=1", "rollout.page_size=16"),
-    ("use precision.preset=unified or jet", "rollout.oversample=0.5", "precision.preset=mixed"),
+    ("use precision.preset=int8", "rollout.oversample=0.5", "precision.preset=mixed"),
     ("has no effect under the exact plan 'unified'", "algorithm.correction=tis"),
     ("nowhere.py", "algorithm.name=nowhere.py:loss"),
     ("nowhere.py", "task=nowhere.py:Own"),

@@ -241,7 +241,7 @@ def _surprise(metrics: Metrics) -> str:
     if metrics.get("mismatch/num_different"):
         cause = (
             "log-probs of sampler and trainer also differ, perhaps the only cause; to find out, "
-            "run a step with precision.preset=unified"
+            "run a step with precision.preset=int8"
         )
     return (
         f"the sampled tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "

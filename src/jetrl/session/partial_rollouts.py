@@ -243,7 +243,7 @@ def _problem(
 ) -> str:
     """Return why completions of this run cannot span several steps, or ""."""
     if not policy.plan.exact:
-        return f"the plan {policy.plan.name!r} is not exact; use precision.preset=unified or jet"
+        return f"the plan {policy.plan.name!r} is not exact; use precision.preset=int8"
     if dynamic_sampling:
         return "dynamic sampling replaces prompts; set algorithm.dynamic_sampling=false"
     if max_turns > 1:
