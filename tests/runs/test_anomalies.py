@@ -80,7 +80,7 @@ MIXED = {Z: -40.0, "mismatch/num_different": 3}
         ([*usual(30), step(norm=50.0), *usual(9)], 30, ["gradient norm 50, ", "train.grad_clip"]),
         ([*usual(30), step(loss=-3.0), *usual(9)], 30, ["policy loss -3; "]),
         ([step() | {Z: 4.9}, *[step() | {Z: 5.1}] * 2], 1, ["less probable", "5.1 standard"]),
-        ([step() | {Z: -4.9}, *[step() | MIXED] * 2], 1, ["more probable", "preset=unified"]),
+        ([step() | {Z: -4.9}, *[step() | MIXED] * 2], 1, ["more probable", "preset=int8"]),
         # The K3 KL of a healthy sampler, and with one layer that is never updated.
         (
             [*[step() | {K3: 0.0006}] * 20, *[step() | {K3: 0.0445}] * 9],
