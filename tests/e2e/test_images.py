@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 from PIL import Image as Pillow
 from pydantic import ValidationError
-from tests.e2e.small import SMALL, demo, trained, without_last_checkpoint
+from tests.distributed.ranks import run_ranks
+from tests.e2e.small import SMALL, before_call, cut, demo, trained, without_last_checkpoint
+from tests.e2e.small import metrics as lines_of
 from tests.models.test_images import change, model
 
 from jetrl.cli.main import main
 from jetrl.errors import UserError
+from jetrl.loop import sft
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 from jetrl.runs.report import write_report
 from jetrl.runs.schemas import ROLLOUT_LINE
 from jetrl.session.open import RunContext, check_run
+from jetrl.training.sft import SftTrainer
 
 TASK = """
 from jetrl.tasks.shapes import Shapes
@@ -110,6 +115,76 @@ def test_a_run_with_an_adapter_is_exact_and_is_resumed_sampled_and_evaluated(
     assert main(["eval", str(uncut.run_path), "--prompts", "2", "--trust-task"]) == 0
 
 
+SUPERVISED = [
+    *("sft.steps=4", "sft.until=1.1", "sft.check_every=2", "sft.lr=1e-3", "sft.warmup_steps=0"),
+    *("loop.steps=0", "train.tokens_per_micro_batch=64", "train.updates_per_step=1"),
+]
+
+
+def supervised(words: list[str], folder: str, name: str, resume: bool = False) -> str:
+    return sft(demo([*words, *SUPERVISED], Path(folder), name=name), resume=resume).digest
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_supervised_training_learns_resumes_and_is_the_same_on_ranks(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path)
+    uncut = supervised(words, folder, "uncut")
+    lines = lines_of(tmp_path / "uncut")
+    losses = [line["sft/loss"] for line in lines if "sft/loss" in line]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    with monkeypatch.context() as patch:
+        before_call(SftTrainer, "step", 4, cut, patch.setattr)
+        with pytest.raises(RuntimeError, match="cut"):
+            supervised(words, folder, "cut")
+    assert supervised(words, folder, "cut", resume=True) == uncut
+    assert run_ranks(2, supervised, words, folder, "two") == [uncut, uncut]
+    for name in ("cut", "two"):
+        assert lines_of(tmp_path / name) == lines
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({}, None),
+        ({"prompt": "<image>seen?", "messages": None, "completion": "yes"}, None),
+        (
+            {"prompt": "<image>seen?", "messages": None, "completion": "an <image>"},
+            r"prompt 'train-0': its demonstration has <image>, a place of an image, and only",
+        ),
+        (
+            {"prompt": "<image>seen?", "messages": None, "completion": "yes" * 50},
+            r"prompt 'train-0' and its demonstration have 1\d\d tokens, and the model's context is",
+        ),
+    ],
+)
+def test_rows_with_images_have_answers_to_imitate(
+    family: str, row: dict[str, object], message: str | None, words: list[str], tmp_path: Path
+) -> None:
+    """The layouts of TRL; the images have no place in the first one's messages."""
+    template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    change(tmp_path / "model" / "tokenizer_config.json", chat_template=template)
+    config = tmp_path / "model" / "config.json"
+    text = json.loads(config.read_text())["text_config"] | {"max_position_embeddings": 99}
+    change(config, text_config=text)
+    Pillow.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
+    said = [("user", "seen?"), ("assistant", "a red"), ("user", "sure?"), ("assistant", "yes")]
+    told = [{"role": role, "content": content} for role, content in said]
+    rows = [{"messages": told, "images": ["red.png"], **row}, {"prompt": "1+1=", "completion": "2"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    task = ["task=dataset", f"task.path={tmp_path}", "task.options={checker='zero'}"]
+    words = [*words, *task, "eval.every=0", "task.split=train"]
+    if message is None:
+        trained(words, tmp_path, "run", "sft.steps=2", "loop.steps=0", "sft.until=none")
+        assert lines_of(tmp_path / "run")[-1]["sft/tokens"] > 8
+        return
+    with pytest.raises(UserError, match=message):
+        trained(words, tmp_path, "run", "sft.steps=2", "loop.steps=0", "sft.until=none")
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_completions_that_cross_steps_keep_their_positions(
     family: str, words: list[str], tmp_path: Path
@@ -152,7 +227,6 @@ def test_the_memory_plan_counts_tokens_of_images(
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("sft.steps=1", "has images, on which only reinforcement learning trains"),
         ("algorithm.name=ppo critic.path=policy", "a critic or reward model reads text only"),
         ("precision.preset=integer", "the bits of an image tower are not defined"),
     ],

@@ -17,6 +17,7 @@ import torch
 from PIL import Image as Pillow
 from safetensors.torch import load_file
 from tests.models.test_images import change, encode, model, picture
+from tests.models.test_images import read_by_transformers as read_tiles
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -29,6 +30,7 @@ from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLVisionConfig
 from transformers.processing_utils import ProcessorMixin
 
+from jetrl import load_config
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
@@ -38,7 +40,9 @@ from jetrl.models.tiny import make_tiny
 from jetrl.models.vision import tower_shapes
 from jetrl.models.vision_shape import DeepVisionConfig, WindowVisionConfig
 from jetrl.training.graphs import DecoderGraphs
-from jetrl.types import Image, Prompt, PromptInputs
+from jetrl.training.packing import pack_examples
+from jetrl.training.sft import SftTrainer
+from jetrl.types import Example, Image, Prompt, PromptInputs
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILY = "qwen2_5_vl"
@@ -122,6 +126,54 @@ def test_tokens_log_probs_and_gradients_are_those_of_transformers(
         grad = masters[name].grad
         assert grad is not None
         assert (grad - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
+
+
+@pytest.mark.parametrize("family", ["idefics3", *FAMILIES])
+def test_a_supervised_update_has_the_loss_and_gradient_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    """Also when packed with other examples, in several micro-batches."""
+    path = model(tmp_path / "model", family)
+    read_by = read_tiles if family == "idefics3" else read_by_transformers
+    asked: list[tuple[str, list[Any], str]] = [
+        ("A<image> wide and<image>a tall one?", MANY[:2], "the first"),
+        ("no image?", [], "none"),
+        ("<image>how many?", MANY[2:3], "12"),
+        ("<image><image>alike?", [(1, 16, 16), (1, 16, 16)], "yes, they are"),
+    ]
+    policy = Policy.from_pretrained(path, "fp32")
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert policy.tokenizer is not None
+    examples, expected = [], torch.zeros(())
+    count = sum(len(answer) + 1 for _, _, answer in asked)  # with the end token
+    for text, sizes, answer in asked:
+        images = [picture(*size) for size in sizes]
+        inputs = encode(policy, text, images)
+        completion = [*policy.tokenizer.encode(answer), policy.tokenizer.eos_token_id]
+        examples.append(Example(inputs.token_ids, completion, images=inputs.images))
+        asked_ids, said = torch.tensor([inputs.token_ids]), torch.tensor([completion])
+        read = read_by(path, text, images) if images else {}
+        given = {
+            name: torch.cat([values, torch.full_like(said, name == "attention_mask")], 1)
+            for name, values in read.items()
+            if name in ("attention_mask", "mm_token_type_ids")
+        }
+        labels = torch.cat([torch.full_like(asked_ids, -100), said], 1)
+        read |= {**given, "input_ids": torch.cat([asked_ids, said], 1), "labels": labels}
+        expected = expected + theirs(**read).loss * len(completion) / count
+    expected.backward()
+    words = ["sft.steps=2", "train.tokens_per_micro_batch=100"]
+    assert len(pack_examples(examples, 100)) > 1
+    metrics = SftTrainer(policy, load_config(None, words)).step(examples)
+    assert metrics["sft/tokens"] == count
+    assert metrics["sft/loss"] == pytest.approx(expected.item(), abs=1e-4)
+    frozen = ("visual", "vision_model", "connector")
+    of_language = [
+        weight.grad.norm()
+        for name, weight in theirs.named_parameters()
+        if weight.grad is not None and not any(part in name for part in frozen)
+    ]
+    assert metrics["sft/grad_norm"] == pytest.approx(float(torch.stack(of_language).norm()), 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -92,7 +92,9 @@ def test_a_reference_with_the_same_weights_sees_the_images(
 
 def test_pairs_with_images_are_refused(words: list[str], tmp_path: Path) -> None:
     settings = demo(words, tmp_path, "sft.steps=1", name="pairs")
-    with pytest.raises(UserError, match=r"has images, on which only reinforcement learning trains"):
+    with pytest.raises(
+        UserError, match=r"has images, and pairs have text only so far: drop the row"
+    ):
         train_dpo(settings)
     with pytest.raises(UserError, match="a critic or reward model reads text only"):
         train_reward_model(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.tasks.text import Document, RawText, TextSplit
 from jetrl.training.sft import ExamplePair, Pair
-from jetrl.types import Example, Turn
+from jetrl.types import IMAGE_MARKS, Example, Turn
 
 AnyExample = TypeVar("AnyExample", Example, Pair, ExamplePair)
 
@@ -56,6 +57,11 @@ def preference_examples(task: Task, model: Model, encoded: EncodedPrompt) -> Exa
             f"task {task.label}, prompt {encoded.prompt.id!r}: its preference is not a pair of "
             "texts or messages"
         )
+    if encoded.inputs.images:
+        raise UserError(
+            f"prompt {encoded.prompt.id!r} has images, and pairs have text only so far: drop the "
+            "row, or train on answers (jetrl sft without --task)"
+        )
     # Both sequences share the prompt; a reward model's scores are read at the last token.
     better, worse = (_encoded(model, encoded, [Turn(text)], "completion") for text in texts)
     return better, worse
@@ -81,9 +87,8 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
     where = f"prompt {encoded.prompt.id!r}"
     tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
     assert tokenizer is not None, "no turns without a tokenizer"
-    # An Example has token ids only.
-    if encoded.inputs.images:
-        raise UserError(f"{where} has images, on which only reinforcement learning trains so far")
+    if model.tower is not None:
+        _refuse_places(turns, f"{where}: its {name}")
     example = encode_turns(
         tokenizer,
         encoded.inputs.token_ids,
@@ -92,12 +97,26 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
         plain_text=model.plain_text,
         asked=encoded.prompt,
     )
-    if (count := len(example.prompt) + len(example.completion)) > limit:
+    if model.tower is not None:  # the tokens of places that the texts do not show
+        model.tower.spans(example.completion, (), f"{where}: its {name}")
+    if (count := len(example)) > limit:
         raise UserError(
             f"{where} and its {name} have {count} tokens, and the model's context is {limit}; "
             "shorten or drop it"
         )
-    return example
+    return dataclasses.replace(example, images=encoded.inputs.images)
+
+
+def _refuse_places(turns: Sequence[Turn], where: str) -> None:
+    """Raise UserError for a place of an image after the prompt, whose images are the only ones."""
+    replies = (turn.reply for turn in turns if turn.reply is not None)
+    contents = (str(each if isinstance(each, str) else each["content"]) for each in replies)
+    for text in (*(turn.text for turn in turns), *contents):
+        if mark := next((mark for mark in IMAGE_MARKS if mark in text), None):
+            raise UserError(
+                f"{where} has {mark}, a place of an image, and only prompts have images: take it "
+                "out"
+            )
 
 
 def encode_document(model: Model, document: Document) -> list[int]:

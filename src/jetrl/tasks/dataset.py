@@ -40,7 +40,7 @@ from jetrl.tasks.base import (
 )
 from jetrl.tasks.rewards import Checker, Rewards, UserFunction, reward_function
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
-from jetrl.tasks.shapes import COLUMNS, row_images, with_places
+from jetrl.tasks.shapes import COLUMNS, row_images, with_places, without_places
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.tasks.user_files import PREFIX
@@ -162,8 +162,9 @@ class _RowFields:
             return None if text is None else [Turn(text)]
         field, images = f"{where}: field {name!r}", bool(prompt.images)
         messages = [as_message(item, field, images) for item in value]
-        asked = list(prompt.messages or ())
-        said = messages[len(asked) :] if messages[: len(asked)] == asked else messages
+        asked = without_places(prompt.messages or ())
+        begins = without_places(messages[: len(asked)]) == asked
+        said = messages[len(asked) :] if begins else messages
         turns = as_turns(said)
         if turns and (len(turns) == 1 or role == "demonstration"):
             return turns

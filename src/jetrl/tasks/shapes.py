@@ -99,6 +99,14 @@ def with_places(content: Json, images: Sequence[Image], where: str) -> Json:
     return {"messages": tuple(messages)}
 
 
+def without_places(messages: Sequence[Message]) -> list[Json]:
+    """Return messages without the places of images, which `with_places` may have added."""
+    return [
+        {**each, "content": each["content"] and each["content"].replace(IMAGE_MARK, "")}
+        for each in messages
+    ]
+
+
 @dataclass(kw_only=True, eq=False)
 class Shapes(Task):
     """Drawn shapes, with questions about their number, color and place; needs no download.

@@ -178,7 +178,10 @@ def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> l
                 raise UserError(f"supervised example {i}: its {name} has no tokens")
     sequences = {
         i: _Sequence(
-            PromptInputs(tuple(e.prompt)), e.completion, [0.0] * len(e.completion), e.environment
+            prompt=PromptInputs(tuple(e.prompt), e.images),
+            completion=e.completion,
+            logprobs=[0.0] * len(e.completion),
+            environment=e.environment,
         )
         for i, e in enumerate(examples)
     }

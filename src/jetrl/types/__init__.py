@@ -428,11 +428,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Example:
-    """A worked answer to imitate, as token ids, except for the spans of an environment."""
+    """A worked answer to imitate, as token ids, except for the spans of an environment.
+
+    Attributes:
+        images: The tokens of the prompt that have features of images.
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
     environment: Sequence[tuple[int, int]] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
