@@ -165,12 +165,23 @@ def encode(
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """Return the text of a token in the middle of a sequence.
+
+    SentencePiece's decoders leave out a space at the beginning.
+    """
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    spaces = len(piece) - len(piece.lstrip("\u2581"))
+    return " " * spaces + text.lstrip(" ") if spaces else text
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes | None:
     """Return a token as UTF-8, also if it is a part of a character; None if its bytes are unknown.
 
     Files have such a part as one of GPT-2's 256 characters per byte, or as `<0xE2>`.
     """
-    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    text = token_text(tokenizer, token_id)
     if _REPLACEMENT not in text:
         return text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(token_id))

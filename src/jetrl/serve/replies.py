@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.models import chat
-from jetrl.models.tokenizer import token_bytes
+from jetrl.models.tokenizer import token_bytes, token_text
 from jetrl.serve.requests import Wanted
 from jetrl.serve.source import Piece
 from jetrl.serve.text import TOOL_CALL, TextStream, ToolCall, tool_calls
@@ -214,7 +214,7 @@ class Reply:
         tokenizer = self._served.tokenizer
         if self._wanted.tokens_as_ids or tokenizer is None:
             return f"token_id:{token_id}"
-        return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return token_text(tokenizer, token_id)
 
     def _bytes(self, token_id: int) -> list[int] | None:
         tokenizer = self._served.tokenizer
