@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -278,7 +279,66 @@ def test_a_line_cannot_name_a_file_elsewhere() -> None:
             ROLLOUT_LINE.validate_python({"images": [name]})
 
 
-def test_recorded_rollouts_with_images_are_refused(words: list[str], tmp_path: Path) -> None:
-    done = trained(words, tmp_path, "first", "loop.steps=1")
-    with pytest.raises(UserError, match=r"line 1: its prompt has images, of which a run records"):
-        trained(words, tmp_path, "second", f"data.rollouts={done.run_path}", "loop.steps=1")
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"], indirect=True)
+def test_recorded_and_replayed_steps_have_their_images_and_bits(
+    words: list[str], tmp_path: Path
+) -> None:
+    words = [
+        *words,
+        "loop.steps=2",
+        "eval.every=0",
+        "sft.until=none",
+        "data.replay_steps=1",
+        "train.lr=1e-3",
+    ]
+    first = trained(words, tmp_path, "first")
+    again = trained(words, tmp_path, "again", "data.rollouts=first")
+    without_last_checkpoint(first.run_path, tmp_path / "cut")
+    assert trained(words, tmp_path, "cut", resume=True).digest == first.digest == again.digest
+    for metrics in RunDirectory.open(again.run_path).metrics()[1:]:
+        assert (metrics["mismatch/num_different"], metrics["mismatch/num_tokens"] > 60) == (0, True)
+    assert page_of(again.run_path) == page_of(first.run_path) >= 4
+    # Weights that drew none of the tokens: the tokens count as another policy's.
+    other = trained(
+        words, tmp_path, "other", "data.rollouts=first", "run.seed=5", "sft.steps=1", "loop.steps=1"
+    )
+    assert RunDirectory.open(other.run_path).metrics("rl")[-1]["mismatch/num_tokens"] == 0
+    shutil.rmtree(sorted((tmp_path / "cut" / "checkpoints").glob("step_*"))[-1])
+    assert main(["replay", str(tmp_path / "cut"), "--trust-task"]) == 0
+
+
+def page_of(run: Path) -> int:
+    return write_report(run).read_text().count('src="data:image/jpeg;base64,')
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_an_image_that_has_changed_since_it_was_recorded_is_named(
+    family: str, words: list[str], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "seen?", "answer": "1", "image": f"{n}.png"} for n in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(4):
+        Pillow.new("RGB", (20, 20), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    task = ["task=dataset", f"task.path={tmp_path}", "task.options={format='text'}"]
+    words = [*words, *task, "eval.every=0", "sft.until=none", "data.replay_steps=1"]
+    trained(words, tmp_path, "first", "loop.steps=1")
+    again = ["again", "data.rollouts=first", "loop.steps=1"]
+    assert trained(words, tmp_path, *again).steps == 1
+    shutil.rmtree(tmp_path / "again")
+    was = RunDirectory.open(tmp_path / "first").rollouts(1)
+    (hash_of_2,) = {line["images"][0] for line in was if line["prompt_id"] == "train-2"}
+    Pillow.new("RGB", (20, 20), "blue").save(tmp_path / "2.png")
+    named = rf"step_000001.jsonl: prompt 'train-2': image number 0 was {hash_of_2} .*: restore the"
+    with pytest.raises(UserError, match=named):
+        trained(words, tmp_path, *again)
+    with pytest.raises(UserError, match=named):
+        trained(words, tmp_path, "first", "loop.steps=2", resume=True)
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(UserError, match=r"line 3: column 'image': .*2\.png: No such file"):
+        trained(words, tmp_path, "first", "loop.steps=2", resume=True)
+    # The same picture with another number of tokens.
+    Pillow.new("RGB", (20, 20), (2, 0, 0)).save(tmp_path / "2.png")
+    area = {"shortest_edge": 1024, "longest_edge": 1024}
+    change(tmp_path / "model" / "preprocessor_config.json", size=area)
+    with pytest.raises(UserError, match=r"with another tokenizer, .* or image processor: token"):
+        trained(words, tmp_path, *again)

@@ -115,14 +115,6 @@ def test_files_in_nvfp4_are_refused(layout: str, tmp_path: Path) -> None:
         Policy.from_pretrained(path, "int8")
 
 
-def test_a_run_that_replays_its_steps_cannot_resume(words: list[str], tmp_path: Path) -> None:
-    replays = ["data.replay_steps=1", "train.updates_per_step=2"]
-    trained(words, tmp_path, "run", *replays)
-    recorded = r"rollouts/step_000001\.jsonl, line 1: its prompt has images, of which a run records"
-    with pytest.raises(UserError, match=recorded):
-        trained(words, tmp_path, "run", *replays, "loop.steps=2", resume=True)
-
-
 def test_special_tokens_as_text_are_refused(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not supported by task\.special_tokens_as_text = all"):
         trained(words, tmp_path, "run", "task.special_tokens_as_text=all")

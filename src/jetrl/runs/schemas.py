@@ -217,13 +217,11 @@ def record_of(step: int, sample: Sample) -> Record:
 
 
 def sample_of(record: Record) -> Sample:
-    """Return the sample of a line (`record_of`), without its prompt's metadata.
+    """Return the sample of a line (`record_of`), without its prompt's metadata and images.
 
-    Raises ValueError if the line has log-probs of other tokens, no prompt, or one with images.
+    Raises ValueError if the line has log-probs of other tokens or no prompt.
     """
     line = RolloutLine.model_validate(record)
-    if line.images:
-        raise ValueError("its prompt has images, of which a run records only hashes")
     if len(line.token_ids) != len(line.logprobs) or not line.prompt_token_ids:
         raise ValueError(
             f"it has {len(line.prompt_token_ids)}, {len(line.token_ids)} and {len(line.logprobs)} "

@@ -111,6 +111,7 @@ def _refuse_places(turns: Sequence[Turn], where: str) -> None:
     """Raise UserError for a place of an image after the prompt, whose images are the only ones."""
     replies = (turn.reply for turn in turns if turn.reply is not None)
     contents = (str(each if isinstance(each, str) else each["content"]) for each in replies)
+    # A part of a message that is an image is <image> here, whatever the model's token.
     for text in (*(turn.text for turn in turns), *contents):
         if mark := next((mark for mark in IMAGE_MARKS if mark in text), None):
             raise UserError(

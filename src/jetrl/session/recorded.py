@@ -10,6 +10,8 @@ not compared.
 
 `ReplayBuffer` holds the last K steps. The run directory is its storage: a resumed run reads them
 back, so a checkpoint has nothing of it.
+
+Of images a file has only hashes. `KnownPrompts` finds them again in the run's own prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.sections import RolloutSettings
 from jetrl.training.micro_batches import trained_filter
 from jetrl.training.mismatch import different
-from jetrl.types import Completion, Sample
+from jetrl.types import Completion, Prompt, Sample
 
 _SAMPLED = ("prompts", "tokens", "logprobs", "rewards")  # fields of a digest
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "truncated_logprobs")
@@ -44,10 +46,58 @@ ANOTHER_POLICY = 0
 """Version of tokens that no policy of this run drew; steps count from 1."""
 
 
-def read_samples(run: RunDirectory, step: int, digest: Digest | None = None) -> list[Sample]:
+class KnownPrompts:
+    """The prompts of a run's task, among which those of recorded samples are found again."""
+
+    def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
+        # Ids may repeat, so prompts are then told apart by their tokens and images.
+        self._by_name: dict[tuple[str, str], list[EncodedPrompt]] = {}
+        for encoded in prompts:
+            key = encoded.prompt.task, encoded.prompt.id
+            self._by_name.setdefault(key, []).append(encoded)
+
+    def match(self, sample: Sample, hashes: Sequence[str], where: str) -> EncodedPrompt:
+        """Return the prompt with a sample's name and tokens, and with images of the given hashes.
+
+        Raises UserError, with `where` in front, that names the first image or token that differs.
+        """
+        known = self._by_name.get((sample.prompt.task, sample.prompt.id), [])
+        if not known:
+            raise UserError(f"{where} is not a training prompt of this run's task")
+        theirs = sample.inputs.token_ids
+        for encoded in known:
+            if encoded.inputs.token_ids == theirs and _hashes(encoded.prompt) == [*hashes]:
+                return encoded
+        # Images first: another image may have another number of tokens.
+        for number, (had, has) in enumerate(
+            itertools.zip_longest(hashes, _hashes(known[0].prompt), fillvalue="none")
+        ):
+            if had != has:
+                raise UserError(
+                    f"{where}: image number {number} was {had} (the hash of its file; "
+                    f"rollouts/images shows it), and is {has} here: restore the image"
+                )
+        pairs = itertools.zip_longest(theirs, known[0].inputs.token_ids)
+        at, (there, here) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+        raise UserError(f"{where} {_ENCODED_OTHERWISE}: token {at} is {there} there, {here} here")
+
+
+_ENCODED_OTHERWISE = (
+    "was recorded with another tokenizer, chat template, system prompt or image processor"
+)
+
+
+def _hashes(prompt: Prompt) -> list[str]:
+    return [image.digest.hex() for image in prompt.images]
+
+
+def read_samples(
+    run: RunDirectory, step: int, prompts: KnownPrompts, digest: Digest | None = None
+) -> list[Sample]:
     """Return the samples that a step of a run trained on; prompts have no metadata.
 
-    Raises UserError if the file is missing, damaged, or (given its digest) not of that step.
+    Prompts with images are those of the task, in `prompts`. Raises UserError if the file is
+    missing, damaged, or (given its digest) not of that step, and if an image has changed.
     """
     path = run.rollouts_file(step)
     if not path.is_file():
@@ -61,9 +111,14 @@ def read_samples(run: RunDirectory, step: int, digest: Digest | None = None) -> 
     samples = []
     for number, record in enumerate(records, start=1):
         try:
-            samples.append(schemas.sample_of(record))
+            sample = schemas.sample_of(record)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
+        # The task has the images, and the places of their tokens.
+        if hashes := record.get("images"):
+            same = prompts.match(sample, hashes, f"{path}: prompt {sample.prompt.id!r}")
+            sample = replace(sample, prompt=same.prompt, inputs=same.inputs)
+        samples.append(sample)
     # Whole lines may be missing, or changed by hand: the digest of the step tells.
     found = fields_of(samples, {}, ())
     changed = [name for name in _SAMPLED if digest and digest.get(name, found[name]) != found[name]]
@@ -94,11 +149,7 @@ class RecordedRollouts:
     ) -> None:
         self._settings = settings
         self._key = f"data.rollouts = {settings.data.rollouts}"
-        # Ids may repeat, so prompts are then told apart by their tokens.
-        self._prompts: dict[tuple[str, str], list[EncodedPrompt]] = {}
-        for encoded in prompts:
-            key = encoded.prompt.task, encoded.prompt.id
-            self._prompts.setdefault(key, []).append(encoded)
+        self._prompts = KnownPrompts(prompts)
         self.run = RunDirectory.open(self._path())
         read = world().from_first
         self._lines = read("recorded digests", lambda: digested_lines(self.run.metrics()))
@@ -157,7 +208,9 @@ class RecordedRollouts:
         """Return the samples of a step, with the task's own prompts."""
         digest = self._lines.get(("rl", step))
         # Rank 0 reads: the run may be on a disk that only its machine has.
-        samples = world().from_first("recorded", partial(read_samples, self.run, step, digest))
+        samples = world().from_first(
+            "recorded", partial(read_samples, self.run, step, self._prompts, digest)
+        )
         return [
             self._checked(
                 sample, policy, f"{self.run.rollouts_file(step)}: prompt {sample.prompt.id!r}"
@@ -167,17 +220,7 @@ class RecordedRollouts:
 
     def _checked(self, sample: Sample, policy: Policy, where: str) -> Sample:
         """Return a sample with its prompt as the task has it; both must have the same tokens."""
-        # The prompt: by name, then by its tokens.
-        known = self._prompts.get((sample.prompt.task, sample.prompt.id), [])
-        if not known:
-            raise UserError(f"{where} is not a training prompt of this run's task")
-        same = [encoded for encoded in known if encoded.inputs == sample.inputs]
-        reason = "was recorded with another tokenizer, chat template or system prompt"
-        if not same:
-            ours, theirs = known[0].inputs.token_ids, sample.inputs.token_ids
-            pairs = itertools.zip_longest(theirs, ours)
-            at, (theirs_at, ours_at) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
-            raise UserError(f"{where} {reason}: token {at} is {theirs_at} there, {ours_at} here")
+        same = self._prompts.match(sample, _hashes(sample.prompt), where)
         # The completion: tokens of this vocabulary, with the recorded text.
         done, size = sample.completion, policy.config.vocab_size
         if not all(0 <= token < size for token in done.token_ids):
@@ -192,8 +235,10 @@ class RecordedRollouts:
             # A text ends before a stop string, its tokens do not.
             text = decode(policy.tokenizer, done.token_ids)
             if not text.startswith(done.text):
-                raise UserError(f"{where} {reason}: its completion reads {text!r:.80} here")
-        return replace(sample, prompt=same[0].prompt)
+                raise UserError(
+                    f"{where} {_ENCODED_OTHERWISE}: its completion reads {text!r:.80} here"
+                )
+        return replace(sample, prompt=same.prompt, inputs=same.inputs)
 
     def _is_followed(
         self, step: int, digest: Digest | None, policy: Policy, samples: Sequence[Sample]
@@ -218,10 +263,9 @@ class RecordedRollouts:
             drawn = _drawn_by(done, step)
             if not drawn.any():
                 continue
+            whole = replace(sample.inputs, token_ids=(*sample.inputs, *done.token_ids))
             logprobs = policy.logprobs(
-                [[*sample.inputs, *done.token_ids]],
-                self._settings.rollout.temperature,
-                trained_filter(self._settings.rollout),
+                [whole], self._settings.rollout.temperature, trained_filter(self._settings.rollout)
             )[0][start:]
             recorded = np.array(done.logprobs, dtype=np.float32)
             return not (different(logprobs.detach().cpu().numpy(), recorded) & drawn).any()
@@ -248,16 +292,16 @@ class ReplayBuffer:
         """Add the samples of a step; the oldest step leaves."""
         self._steps.append([dated(sample, step) for sample in samples])
 
-    def load(self, run: RunDirectory, step: int) -> None:
-        """Read back the last steps of a run that is resumed after `step`."""
+    def load(self, run: RunDirectory, step: int, prompts: Sequence[EncodedPrompt]) -> None:
+        """Read back the last steps of a run that is resumed after `step`, given its prompts."""
         if not self.num_steps:
             return
         # As for another run's rollouts, a changed file would change the updates in silence.
-        read = world().from_first
+        read, known = world().from_first, KnownPrompts(prompts)
         lines = read("replayed digests", lambda: digested_lines(run.metrics()))
         for number in range(max(1, step - self.num_steps + 1), step + 1):
             digest = lines.get(("rl", number))
-            self.add(number, read("replay", partial(read_samples, run, number, digest)))
+            self.add(number, read("replay", partial(read_samples, run, number, known, digest)))
 
     def with_earlier(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return the samples of a step and those of the buffer, in turn by groups.

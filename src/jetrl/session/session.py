@@ -157,7 +157,7 @@ class OpenRun:
             self._open_trainer(begun=True)
             step, notes = checkpoints.load(self.trainer)
             self.last_step = Step(step)
-            self._replay_buffer.load(self.run.directory, step)
+            self._replay_buffer.load(self.run.directory, step, self.context.prompts)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
                 notes.append(
