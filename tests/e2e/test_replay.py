@@ -18,7 +18,7 @@ from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
-from jetrl.session.recorded import KnownPrompts, RecordedRollouts, ReplayBuffer, read_samples
+from jetrl.session.recorded import RecordedRollouts, ReplayBuffer, read_samples
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.training.mismatch import effective_sizes
 from jetrl.types import PromptInputs
@@ -179,7 +179,7 @@ def test_another_tokenizer_is_named_with_the_first_token(
         """A policy whose tokens have other numbers."""
 
     own = demo(WORDS, tmp_path, f"data.rollouts={recorded.run_path}", "rollout.max_tokens=6")
-    sample = read_samples(RunDirectory.open(recorded.run_path), 1, KnownPrompts([]))[0]
+    sample = read_samples(RunDirectory.open(recorded.run_path), 1)[0]
     moved = tuple(token + 1 for token in sample.inputs.token_ids)
     with pytest.raises(UserError, match=r"another tokenizer, .*: token 0 is \d+ there, \d+ here"):
         RecordedRollouts(own, Other(), [EncodedPrompt(sample.prompt, PromptInputs(moved))])
@@ -230,8 +230,7 @@ def test_a_cut_run_resumes_with_its_buffer(replayed: RunResult, tmp_path: Path) 
 
 
 def test_the_buffer_mixes_groups_and_forgets(recorded: RunResult) -> None:
-    first = RunDirectory.open(recorded.run_path)
-    steps = [read_samples(first, step, KnownPrompts([])) for step in (1, 2, 3)]
+    steps = [read_samples(RunDirectory.open(recorded.run_path), step) for step in (1, 2, 3)]
     buffer = ReplayBuffer(load_config("demo", ["data.replay_steps=1"]))
     assert buffer.with_earlier(steps[0]) is steps[0]
     buffer.add(1, steps[0])

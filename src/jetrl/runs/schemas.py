@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from jetrl.errors import UserError
 from jetrl.files import Count, Step, Stored, UnixTime
 from jetrl.runs.storage import Record
 from jetrl.settings.section import ReportSamples
-from jetrl.types import Completion, FinishReason, Prompt, PromptInputs, Sample, Score, Turn
+from jetrl.types import Completion, FinishReason, Image, Prompt, PromptInputs, Sample, Score, Turn
 from jetrl.types.conversation import shown_message
 
 Phase = Literal["sft", "rl"]
@@ -217,9 +218,10 @@ def record_of(step: int, sample: Sample) -> Record:
 
 
 def sample_of(record: Record) -> Sample:
-    """Return the sample of a line (`record_of`), without its prompt's metadata and images.
+    """Return the sample of a line (`record_of`), without its prompt's metadata.
 
-    Raises ValueError if the line has log-probs of other tokens or no prompt.
+    Of its images it has only the hashes. Raises ValueError if the line has log-probs of other
+    tokens or no prompt.
     """
     line = RolloutLine.model_validate(record)
     if len(line.token_ids) != len(line.logprobs) or not line.prompt_token_ids:
@@ -234,6 +236,7 @@ def sample_of(record: Record) -> Sample:
             messages=None if line.messages is None else tuple(line.messages),
             answer=line.answer,
             task=line.task,
+            images=tuple(Image(_unread, 0, 0, bytes.fromhex(each)) for each in line.images),
         ),
         group=line.group,
         inputs=PromptInputs(tuple(line.prompt_token_ids)),
@@ -252,6 +255,10 @@ def sample_of(record: Record) -> Sample:
         extra=line.extra,
         continues=line.continues,
     )
+
+
+def _unread() -> bytes:
+    raise UserError("image: a run records only the hashes of its files")
 
 
 def _turns_of(completion: Completion) -> Record:

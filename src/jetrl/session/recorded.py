@@ -11,7 +11,7 @@ not compared.
 `ReplayBuffer` holds the last K steps. The run directory is its storage: a resumed run reads them
 back, so a checkpoint has nothing of it.
 
-Of images a file has only hashes. `KnownPrompts` finds them again in the run's own prompts.
+Of images a file has only hashes, so prompts with images are taken from the task (`_KnownPrompts`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ANOTHER_POLICY = 0
 """Version of tokens that no policy of this run drew; steps count from 1."""
 
 
-class KnownPrompts:
+class _KnownPrompts:
     """The prompts of a run's task, among which those of recorded samples are found again."""
 
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
@@ -56,18 +56,19 @@ class KnownPrompts:
             key = encoded.prompt.task, encoded.prompt.id
             self._by_name.setdefault(key, []).append(encoded)
 
-    def match(self, sample: Sample, hashes: Sequence[str], where: str) -> EncodedPrompt:
-        """Return the prompt with a sample's name and tokens, and with images of the given hashes.
+    def with_prompt(self, sample: Sample, where: str) -> Sample:
+        """Return a sample with the prompt of its name, which has the same tokens and images.
 
         Raises UserError, with `where` in front, that names the first image or token that differs.
         """
+        hashes = _hashes(sample.prompt)
         known = self._by_name.get((sample.prompt.task, sample.prompt.id), [])
         if not known:
             raise UserError(f"{where} is not a training prompt of this run's task")
         theirs = sample.inputs.token_ids
         for encoded in known:
-            if encoded.inputs.token_ids == theirs and _hashes(encoded.prompt) == [*hashes]:
-                return encoded
+            if encoded.inputs.token_ids == theirs and _hashes(encoded.prompt) == hashes:
+                return replace(sample, prompt=encoded.prompt, inputs=encoded.inputs)
         # Images first: another image may have another number of tokens.
         for number, (had, has) in enumerate(
             itertools.zip_longest(hashes, _hashes(known[0].prompt), fillvalue="none")
@@ -87,17 +88,18 @@ _ENCODED_OTHERWISE = (
 )
 
 
+def _place_of(run: RunDirectory, step: int, sample: Sample) -> str:
+    return f"{run.rollouts_file(step)}: prompt {sample.prompt.id!r}"
+
+
 def _hashes(prompt: Prompt) -> list[str]:
     return [image.digest.hex() for image in prompt.images]
 
 
-def read_samples(
-    run: RunDirectory, step: int, prompts: KnownPrompts, digest: Digest | None = None
-) -> list[Sample]:
-    """Return the samples that a step of a run trained on; prompts have no metadata.
+def read_samples(run: RunDirectory, step: int, digest: Digest | None = None) -> list[Sample]:
+    """Return the samples that a step of a run trained on, as `schemas.sample_of`.
 
-    Prompts with images are those of the task, in `prompts`. Raises UserError if the file is
-    missing, damaged, or (given its digest) not of that step, and if an image has changed.
+    Raises UserError if the file is missing, damaged, or (given its digest) not of that step.
     """
     path = run.rollouts_file(step)
     if not path.is_file():
@@ -111,14 +113,9 @@ def read_samples(
     samples = []
     for number, record in enumerate(records, start=1):
         try:
-            sample = schemas.sample_of(record)
+            samples.append(schemas.sample_of(record))
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
-        # The task has the images, and the places of their tokens.
-        if hashes := record.get("images"):
-            same = prompts.match(sample, hashes, f"{path}: prompt {sample.prompt.id!r}")
-            sample = replace(sample, prompt=same.prompt, inputs=same.inputs)
-        samples.append(sample)
     # Whole lines may be missing, or changed by hand: the digest of the step tells.
     found = fields_of(samples, {}, ())
     changed = [name for name in _SAMPLED if digest and digest.get(name, found[name]) != found[name]]
@@ -149,7 +146,7 @@ class RecordedRollouts:
     ) -> None:
         self._settings = settings
         self._key = f"data.rollouts = {settings.data.rollouts}"
-        self._prompts = KnownPrompts(prompts)
+        self._prompts = _KnownPrompts(prompts)
         self.run = RunDirectory.open(self._path())
         read = world().from_first
         self._lines = read("recorded digests", lambda: digested_lines(self.run.metrics()))
@@ -208,19 +205,14 @@ class RecordedRollouts:
         """Return the samples of a step, with the task's own prompts."""
         digest = self._lines.get(("rl", step))
         # Rank 0 reads: the run may be on a disk that only its machine has.
-        samples = world().from_first(
-            "recorded", partial(read_samples, self.run, step, self._prompts, digest)
-        )
+        samples = world().from_first("recorded", partial(read_samples, self.run, step, digest))
         return [
-            self._checked(
-                sample, policy, f"{self.run.rollouts_file(step)}: prompt {sample.prompt.id!r}"
-            )
-            for sample in samples
+            self._checked(sample, policy, _place_of(self.run, step, sample)) for sample in samples
         ]
 
     def _checked(self, sample: Sample, policy: Policy, where: str) -> Sample:
         """Return a sample with its prompt as the task has it; both must have the same tokens."""
-        same = self._prompts.match(sample, _hashes(sample.prompt), where)
+        sample = self._prompts.with_prompt(sample, where)
         # The completion: tokens of this vocabulary, with the recorded text.
         done, size = sample.completion, policy.config.vocab_size
         if not all(0 <= token < size for token in done.token_ids):
@@ -238,7 +230,7 @@ class RecordedRollouts:
                 raise UserError(
                     f"{where} {_ENCODED_OTHERWISE}: its completion reads {text!r:.80} here"
                 )
-        return replace(sample, prompt=same.prompt, inputs=same.inputs)
+        return sample
 
     def _is_followed(
         self, step: int, digest: Digest | None, policy: Policy, samples: Sequence[Sample]
@@ -297,11 +289,15 @@ class ReplayBuffer:
         if not self.num_steps:
             return
         # As for another run's rollouts, a changed file would change the updates in silence.
-        read, known = world().from_first, KnownPrompts(prompts)
+        read, known = world().from_first, _KnownPrompts(prompts)
         lines = read("replayed digests", lambda: digested_lines(run.metrics()))
         for number in range(max(1, step - self.num_steps + 1), step + 1):
             digest = lines.get(("rl", number))
-            self.add(number, read("replay", partial(read_samples, run, number, known, digest)))
+            samples = read("replay", partial(read_samples, run, number, digest))
+            for i, sample in enumerate(samples):
+                if sample.prompt.images:  # the task has their files, and the places of their tokens
+                    samples[i] = known.with_prompt(sample, _place_of(run, number, sample))
+            self.add(number, samples)
 
     def with_earlier(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return the samples of a step and those of the buffer, in turn by groups.
