@@ -22,13 +22,13 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
 
 from jetrl.errors import UserError
-from jetrl.models.chat import encode_prompt
+from jetrl.models.chat import encode_prompt, encode_turns
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
 from jetrl.models.vision import tower_shapes
 from jetrl.models.vision_shape import VisionConfig
-from jetrl.types import Image, ImageSpan, Prompt, PromptInputs
+from jetrl.types import Image, ImageSpan, Prompt, PromptInputs, Turn
 from jetrl.types.images import encoded
 
 SPLIT = {"longest_edge": 64}  # two tiles of 32 pixels to a side
@@ -154,6 +154,14 @@ def test_messages_are_written_as_by_transformers(path: Path) -> None:
         inputs = encode_prompt(tokenizer, prompt, tower=policy.tower)
         assert list(inputs) == read["input_ids"][0].tolist()
         assert sum(span.length for span in inputs.images) == 4 * (5 + 5 - 2)
+    # An answer to imitate follows "Assistant:" after a space, as in a conversation.
+    tokenizer.eos_token = "<end_of_utterance>"
+    answer = {"role": "assistant", "content": [text("Well")]}
+    whole = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
+    read = read_by_transformers(path, str(whole).rstrip("\n"), images)
+    for told in ("Well", " Well", {**answer, "content": "Well"}):
+        example = encode_turns(tokenizer, inputs, [Turn(told)], asked=prompt)
+        assert [*inputs, *example.completion] == read["input_ids"][0].tolist()
     with pytest.raises(UserError, match=r"a part of type 'image', and no image comes with it"):
         encode_prompt(tokenizer, replace(prompt, messages=messages, images=()), tower=policy.tower)
     with pytest.raises(UserError, match=r"special_tokens_as_text = all"):

@@ -241,6 +241,9 @@ def encode_turns(
         answer = turn.completion
         if isinstance(answer, str) and not is_text:
             answer = _after_opening(tokenizer, answer, [*prompt, *completion], said, where)
+            if isinstance(answer, str) and said.messages[-1]["role"] != "assistant":
+                space = _space_before(tokenizer, said, where)
+                answer = space + answer.removeprefix(space)
         if isinstance(answer, str):
             token_ids = encode_text(
                 tokenizer, answer, where, begin=False, as_text=plain_text == "all"
@@ -317,6 +320,21 @@ def _opening(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str)
     except UserError:  # a template without the role `user`
         return ""
     return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+
+def _space_before(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> str:
+    """Return the spaces that a chat template writes between the opening of a turn and an answer."""
+    if not tokenizer.chat_template:
+        return ""
+    asked = replace(_ASKED, template_args=said.template_args)
+    answered = [*asked.messages, {"role": "assistant", "content": _MARK}]
+    try:
+        opened = _render(tokenizer, asked, where, open_turn=True)
+        text = _render(tokenizer, replace(asked, messages=answered), where, open_turn=False)
+    except UserError:  # a template without the role `user`
+        return ""
+    between = text.removeprefix(opened).partition(_MARK)[0] if text.startswith(opened) else ""
+    return between if between.isspace() else ""
 
 
 def _encode_answer(
