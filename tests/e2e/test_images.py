@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image as Pillow
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from tests.distributed.ranks import run_ranks
 from tests.e2e.small import SMALL, before_call, cut, demo, trained, without_last_checkpoint
 from tests.e2e.small import metrics as lines_of
@@ -20,6 +22,7 @@ from tests.models.test_images import change, model
 from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.loop import sft
+from jetrl.models.tiny import make_tiny
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 from jetrl.runs.report import write_report
@@ -342,3 +345,56 @@ def test_an_image_that_has_changed_since_it_was_recorded_is_named(
     change(tmp_path / "model" / "preprocessor_config.json", size=area)
     with pytest.raises(UserError, match=r"with another tokenizer, .* or image processor: token"):
         trained(words, tmp_path, *again)
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "family, part, preset",
+    [
+        ("idefics3", "all", "int8"),
+        ("qwen2_5_vl", "all", "bf16"),
+        ("qwen3_vl", "connector", "unified"),
+    ],
+    indirect=["family"],
+)
+def test_a_run_that_trains_its_tower_is_exact_and_a_resumed_one_has_its_bits(
+    part: str, preset: str, words: list[str], tmp_path: Path
+) -> None:
+    own = [f"train.tower={part}", f"precision.preset={preset}", "train.lr=1e-3"]
+    words = [*words, *own, "algorithm.kl=0.01"]
+    uncut = trained(words, tmp_path, "uncut")
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    resumed = trained(words, tmp_path, "cut", resume=True)
+    records = [RunDirectory.open(done.run_path).metrics() for done in (uncut, resumed)]
+    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    assert records[0][-1]["digest"] == records[1][-1]["digest"]
+    for metrics in records[0][1:]:
+        assert preset == "bf16" or metrics["mismatch/num_different"] == 0
+        assert metrics["mismatch/num_tokens"] > 60
+    assert records[0][-1]["policy/kl_ref"] > 0
+    before, after = tensors(tmp_path / "model"), tensors(uncut.run_path / "model")
+    moved = {
+        name for name in before if not torch.equal(before[name].to(after[name].dtype), after[name])
+    }
+    seen = {name for name in moved if "visual." in name or "vision_model" in name}
+    joins = {name for name in moved if "merger" in name or "connector" in name}
+    assert len(joins) > 0
+    assert (seen <= joins) == (part == "connector")
+    kept = tensors(uncut.run_path / "reference")
+    assert all(torch.equal(kept[name], before[name].float()) for name in seen | joins)
+    assert main(["export", str(uncut.run_path), str(tmp_path / "out")]) == 0
+    exported = tensors(tmp_path / "out")
+    assert all(torch.equal(exported[name], after[name]) for name in seen | joins)
+    with pytest.raises(UserError, match=rf"model train.tower is '{part}' in the check.* None here"):
+        trained([*words, "train.tower=frozen"], tmp_path, "cut", "loop.steps=4", resume=True)
+
+
+def test_settings_without_a_tower_to_train_are_refused(words: list[str], tmp_path: Path) -> None:
+    text = make_tiny(tmp_path / "text")
+    with pytest.raises(UserError, match=r"^train.tower = all: Qwen3ForCausalLM reads text only"):
+        trained([*words, "train.tower=all"], tmp_path, "blind", f"model.path={text}")
+    with pytest.raises(UserError, match=r"train.tower = connector: with adapter.kind = lora"):
+        trained([*words, "train.tower=connector", "adapter.kind=lora"], tmp_path, "adapter")

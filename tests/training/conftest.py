@@ -66,6 +66,7 @@ class Bigram:
 
     tokenizer = None
     lora = key_exponents = None
+    trained_tower = "frozen"
     restore_key_exponents = staticmethod(lambda *_: None)
     decoder = nn.Module()  # without experts, whose routes would be observed
 

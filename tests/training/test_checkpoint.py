@@ -346,7 +346,8 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
 
     def description(lora=None, **changes):
         config = ModelConfig.from_hf({**sizes, **heads, **rest, **changes})
-        return model_dict(SimpleNamespace(config=config, lora=lora, base_digest="0"))
+        parts = {"lora": lora, "base_digest": "0", "trained_tower": "frozen"}
+        return model_dict(SimpleNamespace(config=config, **parts))
 
     assert list(description()) == [
         *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),

@@ -54,6 +54,8 @@ def captures_updates(
         problem = "several GPUs exchange gradients during a backward"
     elif frozen:
         problem = "adapters are not captured"
+    elif train.tower != "frozen":
+        problem = f"train.tower = {train.tower} is not captured"
     elif train.activation_checkpointing:
         problem = "train.activation_checkpointing computes layers again in backward"
     elif plan.defined or plan.reads_masters or plan.emulated:

@@ -36,11 +36,12 @@ from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
 from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import adapted_config, lora_of
-from jetrl.models.vision import tower_shapes
+from jetrl.models.vision import tower_shapes, trained_shapes
 from jetrl.precision.formats import number_format
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import verified_drafts
+from jetrl.settings.sections import TowerPart
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
@@ -219,6 +220,7 @@ class MemoryPlan:
         self.reserve = _RESERVE if self._on_gpu else 0
         self._plan = PrecisionPlan.from_settings(settings.precision)
         self._lora = lora_of(settings.adapter, config)
+        self._tower: TowerPart = settings.train.tower
         self._critic = (self._others.critic or config).with_scalar_head()
         whole = load.trained * load.tokens
         most = min(max(tokens, load.together * load.tokens), whole)
@@ -292,8 +294,9 @@ class MemoryPlan:
         if lora is not None and plan.reads_masters:  # forwards read the frozen base in FP32
             base += 4 * num_parameters(config)
         masters = "master weights, FP32" if lora is None else "master weights of the adapter, FP32"
-        self._add(masters, 4 * trained_parameters(config, self._cards, lora))
-        states = self._optimizer_bytes(_trained_shapes(config, self._cards, lora))
+        trained = _trained_shapes(config, self._cards, lora, self._tower)
+        self._add(masters, 4 * sum(map(math.prod, trained.values())))
+        states = self._optimizer_bytes(trained)
         self._add(f"optimizer states, {self._settings.train.optimizer_states}", states)
         self._add("adapter as forwards read it", adapter_bytes(config, plan, lora))
         sides = " for sampling and training" if config.head == "lm" else ""
@@ -308,8 +311,9 @@ class MemoryPlan:
             size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
             moment = "reference" if settings.reference.offload else None
             self._add("reference: quantized weights only", size, moment)
-            if others.reference is not None:
-                self._add("image tower of the reference", tower_bytes(others.reference, plan))
+            if others.reference is not None or self._tower != "frozen":
+                size = tower_bytes(others.reference or self._config, plan)
+                self._add("image tower of the reference", size)
         if others.teacher is not None:
             size = quantized_bytes(others.teacher, plan, sides=("train",))
             self._add("teacher: quantized weights only", size)
@@ -392,6 +396,21 @@ class MemoryPlan:
         size = activations.tower_bytes(config, self._plan, self._load.image)
         self._add(f"{whose}image tower: a forward of {self._load.image} tokens", {moment: size})
 
+    def _add_tower_backward(self) -> None:
+        """Add the backward of a trained image tower, which is the last part of a backward."""
+        vision, image, size = self._config.vision, self._load.image, 0
+        if vision is None or not image or self._tower == "frozen":
+            return
+        width, item = self._config.hidden_size, activations.activation_bytes(self._plan)
+        size = vision.saved_bytes(image, item, whole=self._tower == "all")
+        size += vision.forward_bytes(image, width, item)
+        size += 4 * image * width * (1 + vision.deep_layers)  # the gradient of features
+        shapes = trained_shapes(vision, width, self._tower).values()
+        # Gradients of a part, and their sums of a micro-batch, which become those of the first one.
+        sums = 4 if self.micro_batch.several or self._cards > 1 else 0
+        size += (item + sums) * sum(map(math.prod, shapes))
+        self._add(f"image tower: a backward of {image} tokens", {"optimizer": size})
+
     def _forward_bytes(self, tokens: int, contexts: int = 0, splits: int = 1) -> int:
         """Return the bytes of a forward of the policy during sampling."""
         return activations.forward_bytes(
@@ -420,9 +439,10 @@ class MemoryPlan:
                 size = max(size, 4 * COPIES * logits)
             self._add(f"teacher: a forward of {most} tokens", size, "backward")
             self._add_tower_forward("teacher: ", others.teacher, "backward")
-        if self._has_reference and others.reference is not None:
+        if self._has_reference and (others.reference is not None or self._tower != "frozen"):
             moment: Moment = "reference" if "reference" in self._moments else "backward"
-            self._add_tower_forward("reference: ", others.reference, moment)
+            reference = others.reference or self._config
+            self._add_tower_forward("reference: ", reference, moment)
         if "reference" in self._moments:
             reference = self._others.reference or self._config
             size = activations.forward_bytes(reference, self._plan, tokens)
@@ -440,8 +460,8 @@ class MemoryPlan:
     ) -> None:
         """Add gradients and activations of an update, whose end is in the column `end`."""
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
-        trained = _trained_shapes(config, self._cards, lora)
-        gradients = 4 * trained_parameters(config, self._cards, lora)
+        trained = _trained_shapes(config, self._cards, lora, "frozen" if whose else self._tower)
+        gradients = 4 * sum(map(math.prod, trained.values()))
         first = gradients if batch.several else 4 * math.prod(trained.get(_head_name(config), (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
         wgrad = activations.wgrad_bytes(config, plan, batch, self._cards, lora)
@@ -456,6 +476,8 @@ class MemoryPlan:
             ("while gradients are made", on_top, last),
         ):
             self._add(whose + name, {moment: at_start} | ({end: at_end} if ends else {}))
+        if not whose:
+            self._add_tower_backward()
         if not whose and self.captures:
             self._add_graphs(gradients, first, kept)
 
@@ -498,12 +520,12 @@ def _head_name(config: ModelConfig) -> str:
 
 @functools.lru_cache(maxsize=32)  # the search for settings that fit makes hundreds of plans
 def _trained_shapes(
-    config: ModelConfig, cards: int, lora: LoRA | None = None
+    config: ModelConfig, cards: int, lora: LoRA | None = None, tower: TowerPart = "frozen"
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of trained weights on the GPU with the most rows; adapters are whole."""
 
     def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
-        shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
+        shard = shard_of(shape[0], 0, cards) if len(shape) == 2 else None
         return shape if shard is None else (max(shard.counts()), *shape[1:])
 
     shapes = {
@@ -513,6 +535,9 @@ def _trained_shapes(
     }
     for layer, adapter in ({} if lora is None else lora.shapes(config)).items():
         shapes |= dict(zip(adapter_names(layer), (adapter.a_shape, adapter.b_shape), strict=True))
+    if config.vision is not None:
+        of_tower = trained_shapes(config.vision, config.hidden_size, tower)
+        shapes |= {name: owned(shape) for name, shape in of_tower.items()}
     return shapes
 
 

@@ -44,6 +44,7 @@ from jetrl.models.families import (
     stored_tensors,
 )
 from jetrl.models.hf_files import sync
+from jetrl.models.vision import tower_shapes
 from jetrl.precision.quantize import dithered_bf16, quantize
 from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 from jetrl.types import Json
@@ -60,12 +61,14 @@ class Encoding:
         scales: The format of FP8 scales.
         dithered: The weights to round to BF16 stochastically, with fixed seeds
             (`quantize.dithered_bf16`).
+        tower: The names of an image tower's tensors to encode; the others are written as they are.
     """
 
     dtype: SaveDtype = "bfloat16"
     bf16_layers: Collection[int] = ()
     scales: ScaleRule = DEFAULT_SCALES
     dithered: Literal["none", "linears", "matrices"] = "none"
+    tower: Collection[str] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -76,7 +79,7 @@ class Encoding:
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def is_dithered(self, part: StoredTensor) -> bool:
-        wanted = len(part.shape) > 1
+        wanted = len(part.shape) == 2
         if self.dithered != "matrices":
             coded = part.linear_weight and part.layer not in self.bf16_layers
             wanted = self.dithered == "linears" and coded
@@ -147,6 +150,10 @@ def save_model(
         raise UserError(
             f"{path}: {config.architecture} is written only whole, with its image tower"
         )
+    if config.vision is not None and encoding.tower:
+        sizes = tower_shapes(config.vision, config.hidden_size)
+        trained = {n: (StoredTensor(n, sizes[n], None, False),) for n in encoding.tower}
+        parameters, tower = {**parameters, **trained}, tower - trained.keys()
     shards = _shards(parameters, encoding, max_shard_bytes)
 
     def finish() -> None:

@@ -30,10 +30,12 @@ from jetrl.models.packed import ForwardInputs, ImageRows, Stems, as_token_ids, u
 from jetrl.models.peft import save_adapter
 from jetrl.models.source import ModelSource
 from jetrl.models.vision import ImageTower
+from jetrl.models.vision_trained import TrainedTower
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import REFERENCE, Backend, backend_elsewhere, backend_for, has_kernels
 from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.settings.sections import TowerPart
 from jetrl.types import ImageSpan
 
 
@@ -55,6 +57,7 @@ class Model:
         base_source: The source of the adapter's base; None without an adapter.
         base_digest: The digest of the adapter's base; empty without an adapter.
         tower: The image tower; None if the model reads text only.
+        trained_tower: The part of the tower that is trained.
         captured: If set, runs the decoder of the trainer's forwards with gradients
             (`training.graphs`).
 
@@ -111,7 +114,8 @@ class Model:
         self._source = replace(source, weights=_read_before)
         self.tower: ImageTower | None = None
         if config.vision is not None and source.tower is not None:
-            self.tower = ImageTower(
+            kind = TrainedTower if self.weights.of_tower else ImageTower
+            self.tower = kind(
                 config.vision,
                 config.hidden_size,
                 processor=source.image_processor or {},
@@ -119,6 +123,9 @@ class Model:
                 device=self.device,
                 dtype=self.weights.dtype,
             )
+            if isinstance(self.tower, TrainedTower):
+                self.tower.join(self.weights)
+        self.trained_tower: TowerPart = "frozen" if frozen else source.trained_tower
         self.lora: LoRA | None = None
         self.base_source: ModelSource | None = None
         self._replaced: dict[str, Tensor] = {}
@@ -203,15 +210,20 @@ class Model:
             )
             return
         bf16_layers = [i for i in range(num_layers) if plan.keeps_bf16(i, num_layers)]
-        weights = self.whole_masters()
+        decoder = self.whole_masters()
         if dtype == "fp8" and plan.dithered_in_files == "none":
             # Both sides read BF16 weights, so FP8 is rounded from these, not from master weights.
-            weights = MadeWeights(weights, lambda name: self.weights.whole(name).bfloat16())
+            decoder = MadeWeights(decoder, lambda name: self.weights.whole(name).bfloat16())
+        tower = self.weights.of_tower
+        weights = MadeWeights(
+            [*decoder, *tower], lambda n: self.weights.whole(n) if n in tower else decoder[n]
+        )
+        encoding = hf.Encoding(dtype, bf16_layers, plan.scales, plan.dithered_in_files, tower)
         hf.save_model(
             path=path,
             config=self.config,
             weights=self._source.with_tower(weights),
-            encoding=hf.Encoding(dtype, bf16_layers, plan.scales, plan.dithered_in_files),
+            encoding=encoding,
             tokenizer=self.tokenizer,
             side_files=self._source.side_files | {"generation_config.json": self.generation_config},
             overwrite=overwrite,
@@ -226,12 +238,13 @@ class Model:
         return self.weights.masters
 
     def whole_masters(self) -> Mapping[str, Tensor]:
-        """Return the whole FP32 master weights by name, each gathered on access.
+        """Return the decoder's whole FP32 master weights by name, each gathered on access.
 
         All ranks must access the same names in the same order.
         """
         assert self.lora is None, "of a model with an adapter the base has no master weights"
-        return MadeWeights(self.weights.masters, self.weights.whole)
+        masters, of_tower = self.weights.masters, self.weights.of_tower
+        return MadeWeights([n for n in masters if n not in of_tower], self.weights.whole)
 
     def restore_key_exponents(self, text: str | None, where: str) -> None:
         """Restore the factors of smoothed keys from a checkpoint's state.

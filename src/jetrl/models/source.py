@@ -27,10 +27,10 @@ from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
 from jetrl.models.tiny import PRINTABLE, RandomWeights, character_tokenizer, random_tower
-from jetrl.models.vision import READERS
+from jetrl.models.vision import READERS, trained_shapes
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.settings.sections import ModelSettings
+from jetrl.settings.sections import ModelSettings, TowerPart
 from jetrl.types import Json, PlainText
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class ModelSource:
         tower: Returns the tensors of the image tower by their names in files, as stored; None
             without images.
         image_processor: The contents of preprocessor_config.json; None without images.
+        trained_tower: The part of the image tower that is trained, unless the model is frozen.
     """
 
     config: ModelConfig
@@ -64,6 +65,7 @@ class ModelSource:
     plain_text: PlainText = "replies"
     tower: Callable[[], Mapping[str, Tensor]] | None = None
     image_processor: Json | None = None
+    trained_tower: TowerPart = "frozen"
 
     @staticmethod
     def from_path(path: str | Path, adapter: Adapter | None = None) -> ModelSource:
@@ -127,8 +129,20 @@ class ModelSource:
         if self.tower is None:
             return weights
         tower = self.tower()
-        names = [*weights, *tower]
-        return MadeWeights(names, lambda name: (tower if name in tower else weights)[name])
+        names = [*weights, *(name for name in tower if name not in weights)]
+        return MadeWeights(names, lambda name: (weights if name in weights else tower)[name])
+
+    def trained_of_tower(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the trained tensors of the image tower by their names in files, as stored.
+
+        On "meta" they have no values.
+        """
+        if self.config.vision is None or self.tower is None:
+            return {}
+        shapes = trained_shapes(self.config.vision, self.config.hidden_size, self.trained_tower)
+        if device.type == "meta":
+            return MadeWeights(shapes, lambda name: torch.empty(shapes[name], device="meta"))
+        return MadeWeights(shapes, self.tower().__getitem__) if shapes else {}
 
     def with_scalar_head(self) -> ModelSource:
         """Return this source with a scalar head: its own, or a new one with zero weights."""
@@ -193,7 +207,12 @@ def open_source(
     adapter = None
     if settings.adapter.kind is not None:
         adapter = adapter_of(settings.adapter, source.config, seed, device)
-    return replace(source, adapter=adapter, plain_text=settings.task.special_tokens_as_text)
+    return replace(
+        source,
+        adapter=adapter,
+        plain_text=settings.task.special_tokens_as_text,
+        trained_tower=settings.train.tower,
+    )
 
 
 def model_config(settings: Settings) -> ModelConfig:
@@ -208,6 +227,16 @@ def model_config(settings: Settings) -> ModelConfig:
         with named("model.path"):
             config = hf.model_config(path)
     # All commands that read a model call this function, so these checks are here.
+    if (part := settings.train.tower) != "frozen":
+        if config.vision is None:
+            raise UserError(
+                f"train.tower = {part}: {config.architecture} reads text only; leave it out"
+            )
+        if settings.adapter.kind is not None:
+            raise UserError(
+                f"train.tower = {part}: with adapter.kind = {settings.adapter.kind} the image "
+                "tower stays frozen, since PEFT's files have no place for it; leave one of them out"
+            )
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if (count := getattr(precision, key) or 0) > (layers := len(config.layers)):
             raise UserError(f"precision.{key} = {count}: the model has {layers} layers")

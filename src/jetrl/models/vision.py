@@ -1,10 +1,11 @@
-"""The image tower: frozen, computed once per image, read by sampler and trainer.
+"""The image tower: computed once per image, read by sampler and trainer.
 
 A reader per kind of tower has what differs: the modules, which are those of transformers, the image
 processor (the one based on Pillow; torchvision's resizes to other pixels), and the text whose
 tokens stand for an image. Each image is computed by itself, so the bits of its features do not
 depend on other images. Features are in the dtype of activations and stay in CPU memory, up to
-`MOST_KEPT` bytes; those dropped are computed again when needed.
+`MOST_KEPT` bytes; those dropped are computed again when needed. `models.vision_trained` has the
+tower that is trained.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from jetrl.models.packed import ImageRows
 from jetrl.models.vision_patches import DeepReader, PatchReader
 from jetrl.models.vision_shape import DeepShape, TiledShape, VisionShape, WindowShape
 from jetrl.models.vision_tiles import TileReader
+from jetrl.settings.sections import TowerPart
 from jetrl.types import IMAGE_MARK, Image, ImageGrid, ImageSpan, Json
 
 MOST_KEPT = 2**31  # bytes of features
@@ -37,6 +39,8 @@ class ImageReader(Protocol):
         mark: The token that has a feature in its place.
         place: The text of an image's place, with one `mark`, in the family's chat template.
         prefix: The module of the tower in checkpoints, with a dot.
+        connector: The modules of the tower, with a dot each, that make features of the width of the
+            language model.
         bound: The keys of preprocessor_config.json that bound an image's features.
     """
 
@@ -44,6 +48,7 @@ class ImageReader(Protocol):
     mark: ClassVar[str]
     place: ClassVar[str]
     prefix: ClassVar[str]
+    connector: ClassVar[tuple[str, ...]]
     bound: ClassVar[str]
 
     @staticmethod
@@ -74,10 +79,12 @@ class ImageReader(Protocol):
         """Return the rows and columns of features with M-RoPE; None without it."""
         ...
 
-    def features(
-        self, modules: nn.Module, image: Image, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        """Return an image's features on the device, as in `ImageRows`."""
+    def parts(self, image: Image) -> Iterator[tuple[Tensor, ...]]:
+        """Return what the tower reads of an image, on the CPU: a forward for each part."""
+        ...
+
+    def features(self, modules: nn.Module, part: tuple[Tensor, ...]) -> Tensor:
+        """Return the features of a part, as in `ImageRows`; an image's are those of its parts."""
         ...
 
 
@@ -95,6 +102,15 @@ def tower_shapes(shape: VisionShape, width: int) -> Shapes:
     with torch.device("meta"):
         tensors = reader.modules(shape, width).state_dict()
     return {reader.prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def trained_shapes(shape: VisionShape, width: int, trained: TowerPart) -> Shapes:
+    """Return the shapes of the tower's trained parameters by their names in files."""
+    reader = READERS[type(shape)]
+    prefixes = {"frozen": (), "connector": reader.connector, "all": ("",)}[trained]
+    starts = tuple(reader.prefix + prefix for prefix in prefixes)
+    shapes = tower_shapes(shape, width) if starts else {}
+    return {name: size for name, size in shapes.items() if name.startswith(starts)}
 
 
 class ImageTower:
@@ -227,11 +243,16 @@ class ImageTower:
         if kept is not None:
             self._kept.move_to_end(image.digest)
             return kept
-        assert self._modules is not None, "a model on device meta computes nothing"
-        made = self._reader.features(self._modules, image, self._device, self._dtype)
+        made = torch.cat([self._forward(part) for part in self._reader.parts(image)])
         assert len(made) == self.num_features(image), f"{len(made)} features of {image}"
         self.computed += 1
         features = self._kept[image.digest] = made.cpu()
         while sum(each.nbytes for each in self._kept.values()) > MOST_KEPT and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return features
+
+    def _forward(self, part: tuple[Tensor, ...]) -> Tensor:
+        """Return the features of a part of an image, on the device."""
+        assert self._modules is not None, "a model on device meta computes nothing"
+        placed = (x.to(self._device, self._dtype if x.is_floating_point() else None) for x in part)
+        return self._reader.features(self._modules, tuple(placed))

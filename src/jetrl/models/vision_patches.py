@@ -10,7 +10,8 @@ feature's, within the least and the most pixels that preprocessor_config.json gi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import PIL.Image
 import torch
@@ -42,6 +43,7 @@ class PatchReader:
     tokens = (_START, _END, _MARK, VIDEO)
     mark, place = _MARK, _START + _MARK + _END
     prefix, bound = "visual.", "max_pixels, or size.longest_edge,"
+    connector: ClassVar[tuple[str, ...]] = ("merger.",)
 
     def __init__(self, shape: GridShape, processor: Json) -> None:
         self._shape = shape
@@ -103,14 +105,16 @@ class PatchReader:
             )
         return height // side, width // side
 
-    def features(
-        self, modules: nn.Module, image: Image, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
+    def parts(self, image: Image) -> Iterator[tuple[Tensor, ...]]:
         read = self._processor([decoded(image)], return_tensors="pt")
         grid = read["image_grid_thw"]
         merge = self._shape.vision_config.spatial_merge_size
         assert tuple(grid[0, 1:] // merge) == self.grid(image), f"patches {grid} of {image}"
-        return self._joined(modules(read["pixel_values"].to(device, dtype), grid.to(device)))
+        yield read["pixel_values"], grid
+
+    def features(self, modules: nn.Module, part: tuple[Tensor, ...]) -> Tensor:
+        pixels, grid = part
+        return self._joined(modules(pixels, grid))
 
     def _joined(self, made: Any) -> Tensor:
         """Return the features in the output of the tower."""
@@ -122,6 +126,7 @@ class DeepReader(PatchReader):
     """The `vision.ImageReader` of Qwen3-VL, with features for several decoder layers."""
 
     prefix = "model.visual."
+    connector = ("merger.", "deepstack_merger_list.")
 
     @staticmethod
     def modules(shape: DeepShape, width: int) -> nn.Module:  # type: ignore[override]

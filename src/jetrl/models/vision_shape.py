@@ -69,6 +69,13 @@ class VisionShape(Stored, extra="ignore"):
         """
         raise NotImplementedError
 
+    def saved_bytes(self, num_features: int, itemsize: int, whole: bool) -> int:
+        """Return the bytes of activations that the largest part of an image saves for backward.
+
+        Not `whole`: only the connector is trained. The others are as in `forward_bytes`.
+        """
+        raise NotImplementedError
+
     def misfit(self, width: int, head_dim: int, num_layers: int) -> str | None:
         """Return words for sizes that do not fit the language model; None if all do."""
         return None
@@ -127,6 +134,15 @@ class TiledShape(VisionShape):
         layer = max(8 * tower.hidden_size, 4 * tower.hidden_size + 2 * tower.intermediate_size)
         # Tile by tile; features of all tiles stay.
         return itemsize * (self._patches**2 * (pixels + layer) + num_features * width)
+
+    def saved_bytes(self, num_features: int, itemsize: int, whole: bool) -> int:
+        tower = self.vision_config
+        values = tower.hidden_size  # what the projection multiplies
+        if whole:
+            layer = 8 * tower.hidden_size + 2 * tower.intermediate_size
+            pixels = tower.num_channels * tower.patch_size**2
+            values += tower.hidden_size + pixels + tower.num_hidden_layers * layer
+        return itemsize * self._patches**2 * values
 
     @property
     def _patches(self) -> int:
@@ -193,6 +209,18 @@ class GridShape(VisionShape):
         features = itemsize * width * (1 + self.deep_layers)
         return num_features * (tower.spatial_merge_size**2 * patch + features)
 
+    def saved_bytes(self, num_features: int, itemsize: int, whole: bool) -> int:
+        tower = self.vision_config
+        patch = 4 * itemsize * tower.hidden_size * (1 + self.deep_layers)  # of each merger
+        if whole:
+            patch += itemsize * tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+            patch += tower.depth * self._saved_by_layer(itemsize)
+        return num_features * tower.spatial_merge_size**2 * patch
+
+    def _saved_by_layer(self, itemsize: int) -> int:
+        """Return the bytes of a patch that a layer saves for backward."""
+        raise NotImplementedError
+
     @property
     def _mlp_values(self) -> int:
         """The values of a patch in the MLP of a layer."""
@@ -253,6 +281,10 @@ class WindowShape(GridShape):
             "vision_config": {**_tiny_grid(width), "window_size": 16, "fullatt_block_indexes": [1]},
             "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": sections}},
         }
+
+    def _saved_by_layer(self, itemsize: int) -> int:
+        hidden, inner = self.vision_config.hidden_size, self.vision_config.intermediate_size
+        return itemsize * (11 * hidden + 4 * inner) + 2 * 4 * hidden  # norms save float32
 
     @property
     def _mlp_values(self) -> int:
@@ -317,6 +349,11 @@ class DeepShape(GridShape):
             },
             "text_config": {"rope_scaling": rope},
         }
+
+    def _saved_by_layer(self, itemsize: int) -> int:
+        return itemsize * (
+            11 * self.vision_config.hidden_size + 2 * self.vision_config.intermediate_size
+        )
 
     @property
     def _mlp_values(self) -> int:

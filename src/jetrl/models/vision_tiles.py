@@ -10,11 +10,11 @@ An image of several tiles has them row by row, each after <row_1_col_2>, and the
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import PIL.Image
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from transformers import models
@@ -62,6 +62,7 @@ class TileReader:
     )
     mark = place = IMAGE_MARK
     prefix, bound = "model.", "do_image_splitting, or size.longest_edge,"
+    connector = ("connector.",)
     modules = staticmethod(_Modules)
 
     def __init__(self, shape: TiledShape, processor: Json) -> None:
@@ -96,11 +97,13 @@ class TileReader:
     def grid(self, image: Image) -> None:
         return None
 
-    def features(
-        self, modules: nn.Module, image: Image, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
+    def parts(self, image: Image) -> Iterator[tuple[Tensor, ...]]:
         read = self._processor([[decoded(image)]], return_tensors="pt")
-        return torch.cat([modules(tile.to(device, dtype)) for tile in read["pixel_values"][0]])
+        return ((tile,) for tile in read["pixel_values"][0])
+
+    def features(self, modules: nn.Module, part: tuple[Tensor, ...]) -> Tensor:
+        made: Tensor = modules(part[0])
+        return made
 
     def _tiles(self, image: Image) -> tuple[int, int]:
         """Return the rows and columns of an image's tiles; 0 and 0 if it is only one tile."""

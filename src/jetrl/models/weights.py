@@ -21,6 +21,7 @@ weights are whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,18 @@ from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 
+class Rounded(Protocol):
+    """The weights of a layer that forwards read, rounded from master weights."""
+
+    def requantize(self) -> None:
+        """Round the master weights again, into the tensors that are there."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that forwards read."""
+        ...
+
+
 class Weights:
     """The master weights and quantized weights of one model.
 
@@ -56,6 +69,7 @@ class Weights:
         masters: The FP32 parameters that the optimizer updates, by name; this rank's rows if
             divided. Buffers are among them, without gradients: checkpoints and exports have both.
         shards: The divisions of divided matrices, by name.
+        of_tower: The names of master weights of the image tower, which no layer reads.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
         rest: The format of embeddings and norms on each side.
         linear_formats: The format of the linears on each side, per decoder layer.
@@ -85,21 +99,18 @@ class Weights:
                 "processes: use one process, or another preset"
             )
         buffers = buffer_names(source.config)
-        divided = ranks.size > 1 and device.type != "meta"
         self.masters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, Shard] = {}
         for name in trained:  # one at a time: files may be larger than memory
-            tensor = tensors[name]
-            if divided and tensor.dim() > 1:
-                shard = shard_of(len(tensor), ranks.rank, ranks.size)
-                if shard is not None:
-                    self.shards[name] = shard
-                    tensor = tensor[shard.own_rows].clone()
-            trainable = name not in buffers
-            self.masters[name] = nn.Parameter(tensor.to(device, torch.float32), trainable)
+            self._add_master(name, tensors[name], trainable=name not in buffers)
+        of_tower = {} if frozen else source.trained_of_tower(device)
+        self.of_tower = tuple(of_tower)
+        for name in of_tower:
+            self._add_master(name, of_tower[name].clone(), trainable=True)
         self.gradients = Gradients()
-        if divided and not frozen:
+        if ranks.size > 1 and device.type != "meta" and not frozen:
             self.gradients = OrderedGradients(ranks, self.masters, self.shards)
+        self.gradients.of_images = [self.masters[name] for name in of_tower]
         self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
         rest, num_layers = number_format(plan.rest), len(source.config.layers)
         self.dtype = rest.dtype
@@ -109,7 +120,17 @@ class Weights:
         widened = plan.widens_wgrad and has_kernels(device)
         self._coded_wgrad = plan.gradient.coded and not widened
         self._asked_for: set[str] = set()
-        self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
+        self._quantized: dict[str, Rounded] = {}
+
+    def _add_master(self, name: str, tensor: Tensor, trainable: bool) -> None:
+        """Add a master weight; of a matrix that is divided, this rank's rows."""
+        ranks = world()
+        if ranks.size > 1 and self.device.type != "meta" and tensor.dim() == 2:
+            shard = shard_of(len(tensor), ranks.rank, ranks.size)
+            if shard is not None:
+                self.shards[name] = shard
+                tensor = tensor[shard.own_rows].clone()
+        self.masters[name] = nn.Parameter(tensor.to(self.device, torch.float32), trainable)
 
     def whole(self, name: str) -> Tensor:
         """Return a whole master weight, float32; a divided one is gathered from all ranks.
@@ -218,6 +239,11 @@ class Weights:
         head.name = "lm_head"
         return head
 
+    def follow(self, layer: str, rounded: Rounded) -> None:
+        """Round the weights of a layer with the others."""
+        self._quantized[layer] = rounded
+        rounded.requantize()
+
     def check_complete(self) -> None:
         """Check, after all layers are built, that each weight belongs to a layer."""
         unread = sorted(set(self.tensors.names) - self._asked_for)
@@ -234,7 +260,7 @@ class Weights:
         assert not self.frozen, "a frozen model has no master weights to round"
         for layer, weight in self._quantized.items():
             before = [tensor.data_ptr() for tensor in weight.tensors()]
-            if not weight.fixed:
+            if not (isinstance(weight, QuantizedWeight) and weight.fixed):
                 weight.requantize()
             # Captured CUDA graphs read the weight at this address.
             after = [tensor.data_ptr() for tensor in weight.tensors()]
@@ -253,6 +279,7 @@ class Weights:
         return {
             layer: scales
             for layer, weight in self._quantized.items()
+            if isinstance(weight, QuantizedWeight)
             for scales in weight.fp8_scales()
         }
 

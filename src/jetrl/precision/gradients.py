@@ -50,6 +50,8 @@ class Gradients:
             are added.
         draws: The name of the micro-batch's draws for stochastic rounding: seed, kind of training,
             number of the update, number of the micro-batch.
+        of_images: The master weights of an image tower, which only micro-batches with images have
+            gradients of.
         estimated: How to multiply the sum of a master weight, in place, by the derivative of its
             quantizer, which is the same for all micro-batches of an update (`Format.estimate`).
     """
@@ -58,6 +60,7 @@ class Gradients:
         self.expected: list[Expected] = []
         self.estimated: dict[Tensor, Callable[[Tensor, Tensor], None]] = {}
         self.in_chunks: list[Tensor] = []
+        self.of_images: list[Tensor] = []
         self.draws: tuple[int | str, ...] = ()
         self._of_micro_batch: dict[Tensor, Tensor] = {}
         self._in_micro_batch = False
@@ -127,6 +130,12 @@ class Gradients:
             total = torch.zeros_like(master)
         return total, self._keep(master, total)
 
+    def add_of_images(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of `of_images`, float32, of one micro-batch."""
+        for master, gradient in zip(self.of_images, gradients, strict=True):
+            _call_hooks(master, gradient)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
     def _sum(self, master: Tensor) -> Tensor | None:
         """Return the sum to add a product to; None before the first product."""
         if master._backward_hooks:
@@ -152,6 +161,11 @@ class Gradients:
         product = self._of_micro_batch.pop(master, None)
         if product is not None:
             master.grad = product if master.grad is None else master.grad.add_(product)
+
+
+def _call_hooks(master: Tensor, gradient: Tensor) -> None:
+    for hook in (master._backward_hooks or {}).values():
+        hook(gradient)
 
 
 def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None) -> Tensor:
@@ -367,10 +381,11 @@ class OrderedGradients(Gradients):
         self._own = False  # whether this rank has one
         self._sent = 0  # number of stages of the round that were sent
         self._filling: _Stage | None = None  # to whose product backward may still add
+        self._from_images: Sequence[Tensor] = []  # gradients of `of_images`
 
     def begin_update(self) -> None:
         self._sums.clear()
-        expected = {master for master, _ in self.expected}
+        expected = {*self.of_images, *(master for master, _ in self.expected)}
         trained = (master for master in self._masters.values() if master.requires_grad)
         by_autograd = [master for master in trained if master not in expected]
         self._autograd_sums = _AutogradSums(by_autograd)
@@ -385,7 +400,7 @@ class OrderedGradients(Gradients):
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
         """Begin a round: the backward of a micro-batch on each rank."""
         self._num_tokens, self._own = num_tokens, own
-        self._sent, self._filling = 0, None
+        self._sent, self._filling, self._from_images = 0, None, []
 
     def end_micro_batch(self, failed: bool = False) -> None:
         """End a round: send all stages that were not sent before."""
@@ -395,6 +410,7 @@ class OrderedGradients(Gradients):
         assert failed or complete, "backward gave no gradient of a master weight"
         self._send_ready(all_stages=True)
         self._autograd_sums.add_round(len(self._num_tokens))
+        self._send_of_images()
 
     def end_update(self) -> None:
         self._sums.finish()
@@ -433,6 +449,36 @@ class OrderedGradients(Gradients):
         self._made(stage, product)
         return product, None
 
+    def add_of_images(self, gradients: Sequence[Tensor]) -> None:
+        for master, gradient in zip(self.of_images, gradients, strict=True):
+            _call_hooks(master, gradient)
+        self._from_images = gradients
+
+    def _send_of_images(self) -> None:
+        """Add the gradients of `of_images` of the round, in the order of micro-batches."""
+        if not self.of_images:
+            return
+        own, self._from_images = self._from_images, []
+        device, count = self.of_images[0].device, len(self._num_tokens)
+        # Micro-batches without images add nothing, not zeros: that has the bits of one process.
+        have = gather_equal(torch.tensor([len(own)], device=device))[:count, 0] > 0
+        if not bool(have.any()):
+            return
+        for number, master in enumerate(self.of_images):
+            stage = _Stage(master, self._shards.get(master), torch.float32)
+            product = own[number] if own else None
+            if product is None and (self._own or stage.shard is None):
+                product = torch.zeros(stage.shape, device=device)
+            if stage.shard is None:
+                assert product is not None
+                received = gather_equal(product)[:count]
+            else:
+                (rows,) = stage.shard.slices(stage.shard.size * stage.shard.num_rows)
+                received, work = self._sums.exchange(stage, product, rows, count)
+                if work is not None:
+                    work.wait()
+            self._sums.add(master, received[have])
+
     def _begun(self, master: Tensor) -> tuple[_Stage, Tensor | None]:
         """Return the stage of a master weight's products, and the product that backward adds to."""
         products = (stage for stage in self._stages if stage.dtype is not None)
@@ -442,8 +488,7 @@ class OrderedGradients(Gradients):
 
     def _made(self, stage: _Stage, *tensors: Tensor) -> None:
         """Keep a product of backward for sending; an FP32 product waits for further chunks."""
-        for hook in (stage.master._backward_hooks or {}).values():
-            hook(tensors[-1])
+        _call_hooks(stage.master, tensors[-1])
         stage.made = tensors
         self._filling = stage if stage.dtype == torch.float32 else None
         self._send_ready()

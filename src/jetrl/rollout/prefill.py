@@ -44,6 +44,7 @@ class Prefill:
             ready=mark(device),
         )
 
+    @torch.no_grad()
     def forward(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> Tensor:
         """Fill the cache; return float32 logits [R, V], one row per chunk that draws, in order."""
         token_ids: list[int] = []

@@ -112,7 +112,8 @@ def build_reference(
         # An existing copy is from an attempt that ended before its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
     reference = _frozen(settings, policy, path, policy.key_exponents)
-    reference.tower = policy.tower  # which is never trained
+    if policy.trained_tower == "frozen":
+        reference.tower = policy.tower
     return reference
 
 

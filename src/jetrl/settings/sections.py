@@ -231,6 +231,9 @@ class RolloutSettings(Section):
         return self.speculation in ("head", "auto")
 
 
+TowerPart = Literal["frozen", "connector", "all"]
+
+
 class TrainSettings(Section):
     """The section `[train]`: the optimizer and the updates per step."""
 
@@ -272,6 +275,9 @@ class TrainSettings(Section):
     """launch an update as captured CUDA graphs, which is faster for models below 1B parameters and
     keeps the memory of a micro-batch. auto: only if no bit can change and the model is small
     (docs/training.md)"""
+    tower: TowerPart = "frozen"
+    """what is trained of an image tower: nothing, the connector (what makes its features as wide as
+    the language model) or all of it (docs/images.md)"""
     share_prompts: bool | Literal["auto"] = "auto"
     """compute whole 128-token blocks of a prompt once per micro-batch instead of once per sample;
     helps if prompts are long compared with completions. auto: only in updates where it saves at

@@ -49,6 +49,7 @@ from jetrl.types import Json
 
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
+_TOWER = "train.tower"
 
 
 @dataclass(frozen=True)
@@ -356,11 +357,13 @@ class Checkpoints(CheckpointFolder):
             tensors, moments = stored.pop(files.MASTERS), stored.pop(files.OPTIMIZER, None)
             # Validate everything first, so that a mismatch changes nothing.
             plan = files.as_json(policy.plan.to_dict())
+            saved, current = state["model"], model_dict(policy)
             problems = [
                 *files.differences("precision plan", state["plan"], plan),
-                *files.differences("model", state["model"], model_dict(policy)),
-                *tensors.differences(policy),
+                *files.differences("model", saved, current),
             ]
+            if saved.get(_TOWER) == current.get(_TOWER):  # else the whole tower is missing
+                problems += tensors.differences(policy)
             if problems:
                 raise UserError(
                     f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
@@ -406,6 +409,8 @@ def model_dict(policy: Model) -> Json:
     config.pop("raw", None)  # the source's config.json; the other fields contain everything needed
     if not config.get("layers_without_rope"):  # absent in checkpoints of earlier versions
         config.pop("layers_without_rope", None)
+    if policy.trained_tower != "frozen":
+        config[_TOWER] = policy.trained_tower
     if policy.lora is not None:
         config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
     return dict(files.as_json(config))
