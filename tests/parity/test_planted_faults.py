@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.models.test_images import encode, model, picture
 from tests.parity.test_exactness import CONFIG
 from torch import Tensor
 
@@ -92,6 +94,27 @@ def test_a_fault_is_seen_and_named(
     assert first <= found.position < len(prompt) + len(completion)
     if where == "decode":
         assert found.position == first, "the first token that was decoded"
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_a_fault_after_an_image_is_named(family: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    policy = Policy.from_pretrained(model(tmp_path / "model", family), "unified")
+    prompt, completion = encode(policy, "is<image>it?", [picture(1, 32, 32)]), [7, 9, 11]
+    assert locate(policy, prompt, completion) is None
+    # As if the sampler decoded as many positions too far as the image spares.
+    position_of_decoded_tokens(monkeypatch)
+    found = locate(policy, prompt, completion)
+    assert found is not None
+    assert (found.operation, found.position) == ("layers.0.rotary", len(prompt))
+    monkeypatch.undo()
+
+    def of_sampler(true: Any, image: Any) -> Any:
+        return true(image) + (not torch.is_grad_enabled())
+
+    wrong(monkeypatch, policy.tower, "features", of_sampler)
+    found = locate(policy, prompt, completion)
+    assert found is not None
+    assert (found.operation, found.position) == ("embed", prompt.images[0].start)
 
 
 def test_what_depends_on_the_batch_is_in_no_operation_alone(p: Policy, monkeypatch: Patch) -> None:

@@ -22,7 +22,6 @@ from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.models.decoder import BLOCKS
 from jetrl.models.families import FAMILIES
-from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import add_adapter
@@ -43,8 +42,10 @@ from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import announced_if_slow
 from jetrl.settings.presets import DEFAULT_PRESET, PRESETS
+from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.mismatch import different, mismatch_metrics
-from jetrl.types import PromptInputs, SamplingParams
+from jetrl.training.packing import pack_examples
+from jetrl.types import Example, PromptInputs, SamplingParams
 
 _TOKENS_AT_ONCE = 2**16  # tokens per trainer forward
 
@@ -161,19 +162,20 @@ def locate(
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
     The sampler runs prefill, then decodes token by token with the engine's classes. Returns None if
-    no operation differs: the mismatch then depends on the batch. A temperature of 0 is greedy, with
-    log-probs at temperature 1.
+    no operation differs: the mismatch then depends on the batch. A prompt with images is a
+    PromptInputs. A temperature of 0 is greedy, with log-probs at temperature 1.
     """
-    tokens = torch.tensor([*prompt, *completion], device=policy.device)
-    targets = torch.arange(len(prompt), len(tokens), device=policy.device)
-    ends = torch.tensor([0, len(tokens)], device=policy.device)
+    inputs = prompt if isinstance(prompt, PromptInputs) else PromptInputs(tuple(prompt))
+    length = len(inputs) + len(completion)
+    example = Example(inputs.token_ids, completion, images=inputs.images)
+    (batch,) = pack_examples([example], length)
     # With gradients, the kernels of a training step run.
     with _recorded(policy) as made, torch.enable_grad():
-        policy.train_logprobs(ForwardInputs.packed(tokens, ends), ends, targets)
+        batch_logprobs(policy, batch)
     trainer = {name: torch.cat(values) for name, values in made.items()}
     # Compare the log-probs of the tokens that the sampler drew.
     with _recorded(policy) as made:
-        drawn, logprobs = _replay(policy, prompt, completion, temperature)
+        drawn, logprobs = _replay(policy, inputs, completion, temperature)
     rollout = {name: torch.cat(values) for name, values in made.items()}
     expected, _ = chosen_logprobs(trainer["lm_head"], drawn, temperature or 1.0)
     trainer["log-probs"], rollout["log-probs"] = expected[:, None], logprobs[:, None]
@@ -182,7 +184,7 @@ def locate(
         # The sampler's last layer outputs only a prompt's last token, as does lm_head on both
         # sides.
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
-        ours = ours[first:] if len(ours) == len(tokens) else ours
+        ours = ours[first:] if len(ours) == length else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
         a, b = ours[:rows].float().flatten(1), theirs[:rows].float().flatten(1)
         unequal = (a.view(torch.int32) != b.view(torch.int32)).cpu()
@@ -213,14 +215,12 @@ def _recorded(policy: Policy) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def _replay(
-    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
+    policy: Policy, prompt: PromptInputs, completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Run the sampler's forwards on a sequence with given tokens."""
     # The cache holds only this sequence; the scheduler runs nothing else.
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
-    sequence = RunningSequence(
-        0, PromptInputs(tuple(prompt)), 0, StopRules(len(completion)), params=params
-    )
+    sequence = RunningSequence(0, prompt, 0, StopRules(len(completion)), params=params)
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
     scheduler = Scheduler(allocator, 1, len(prompt))
     scheduler.add([sequence])

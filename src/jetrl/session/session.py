@@ -424,7 +424,7 @@ class Session(OpenRun):
                 sample = error.samples[error.sample_ids[0]]
                 where = located(
                     self.context.policy,
-                    prompt=sample.prompt_token_ids,
+                    prompt=sample.inputs,
                     completion=sample.completion.token_ids,
                     temperature=self.settings.rollout.temperature,
                 )
