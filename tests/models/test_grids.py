@@ -8,6 +8,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,9 +37,12 @@ from jetrl.models.chat import encode_prompt
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.packed import ForwardInputs
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import make_tiny
 from jetrl.models.vision import tower_shapes
 from jetrl.models.vision_shape import DeepVisionConfig, WindowVisionConfig
+from jetrl.precision import PrecisionPlan
+from jetrl.settings.sections import TowerPart
 from jetrl.training.graphs import DecoderGraphs
 from jetrl.training.packing import pack_examples
 from jetrl.training.sft import SftTrainer
@@ -128,9 +132,10 @@ def test_tokens_log_probs_and_gradients_are_those_of_transformers(
         assert (grad - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
 
 
+@pytest.mark.parametrize("tower", ["frozen", "all"])
 @pytest.mark.parametrize("family", ["idefics3", *FAMILIES])
 def test_a_supervised_update_has_the_loss_and_gradient_of_transformers(
-    family: str, tmp_path: Path
+    family: str, tower: TowerPart, tmp_path: Path
 ) -> None:
     """Also when packed with other examples, in several micro-batches."""
     path = model(tmp_path / "model", family)
@@ -141,7 +146,8 @@ def test_a_supervised_update_has_the_loss_and_gradient_of_transformers(
         ("<image>how many?", MANY[2:3], "12"),
         ("<image><image>alike?", [(1, 16, 16), (1, 16, 16)], "yes, they are"),
     ]
-    policy = Policy.from_pretrained(path, "fp32")
+    source = replace(ModelSource.from_path(path), trained_tower=tower)
+    policy = Policy(source, PrecisionPlan.preset("fp32"))
     theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     assert policy.tokenizer is not None
     examples, expected = [], torch.zeros(())
@@ -167,13 +173,13 @@ def test_a_supervised_update_has_the_loss_and_gradient_of_transformers(
     metrics = SftTrainer(policy, load_config(None, words)).step(examples)
     assert metrics["sft/tokens"] == count
     assert metrics["sft/loss"] == pytest.approx(expected.item(), abs=1e-4)
-    frozen = ("visual", "vision_model", "connector")
-    of_language = [
+    frozen = () if tower == "all" else ("visual", "vision_model", "connector")
+    norms = [
         weight.grad.norm()
         for name, weight in theirs.named_parameters()
         if weight.grad is not None and not any(part in name for part in frozen)
     ]
-    assert metrics["sft/grad_norm"] == pytest.approx(float(torch.stack(of_language).norm()), 1e-4)
+    assert metrics["sft/grad_norm"] == pytest.approx(float(torch.stack(norms).norm()), 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
