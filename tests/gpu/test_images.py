@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.rollout.test_images import samples_of
 
 from jetrl.models.packed import Stems
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
+from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.packing import pack
@@ -72,6 +75,29 @@ def test_sampler_and_trainer_have_the_same_bits(family: str, preset: str, tmp_pa
             assert weight.grad is not None
             weight.data -= 0.01 * weight.grad.sign()
             weight.grad = None
+        policy.requantize()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_tower_repeats_its_bits(family: str, tmp_path: Path) -> None:
+    path = model(tmp_path / "model", family, **SIZES)
+    source = replace(ModelSource.from_path(path), trained_tower="all")
+    policy = Policy(source, PrecisionPlan.preset("int8"), "cuda")
+    prompts = prompts_of(policy)
+    for _ in range(2):
+        samples = samples_of(prompts, RolloutEngine(policy).generate(prompts, PARAMS))
+        assert num_different(policy, samples, share=False) == 0
+        repeats = []
+        for _ in range(3):
+            for batch in pack(samples, 4000):
+                batch_logprobs(policy, batch)[0].sum().backward()
+            repeats.append([policy.weights.masters[n].grad for n in policy.weights.of_tower])
+            for weight in policy.master_weights().values():
+                weight.grad = None
+        for name, first, *others in zip(policy.weights.of_tower, *repeats, strict=True):
+            assert first is not None
+            assert all(torch.equal(first, other) for other in others), name
+            policy.weights.masters[name].data -= 0.01 * first.sign()
         policy.requantize()
 
 

@@ -17,8 +17,12 @@ from transformers import AutoModelForImageTextToText
 from jetrl.models.policy import Policy
 from jetrl.models.source import ModelSource
 from jetrl.models.vision import trained_shapes
+from jetrl.models.vision_trained import TrainedTower
 from jetrl.precision import PrecisionPlan
-from jetrl.types import Image
+from jetrl.training.guard import watch
+from jetrl.training.micro_batches import batch_logprobs
+from jetrl.training.packing import pack
+from jetrl.types import Completion, Image, Prompt, Sample, Score
 
 FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 TEXT = "A<image> wide and<image>a tall one:<image>"
@@ -136,3 +140,48 @@ def test_all_tensors_of_a_tower_are_parameters(family: str, tmp_path: Path) -> N
     count = sum(1 for _ in policy.tower._modules.parameters())
     assert count == len(trained_shapes(vision, width, "all")) == len(policy.weights.of_tower)
     assert trained_shapes(vision, width, "frozen") == {}
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_prompts_that_are_computed_once_give_the_tower_the_same_gradients(
+    family: str, tmp_path: Path
+) -> None:
+    path = model(tmp_path / "model", family, max_position_embeddings=512)
+    policy, images = trained(path, "all"), [picture(1, 40, 18), picture(2, 40, 18)]
+    inputs = encode(policy, "<image>" + "a long question " * 9 + "<image>?", images)
+    score, asked = Score(1.0), Prompt("p", text="")
+    samples = [
+        Sample(asked, 0, inputs, Completion((5, 6 + n), (-1.0, -1.0), "stop", ""), score)
+        for n in range(3)
+    ]
+    found = []
+    for shared in (False, True):
+        (batch,) = pack(samples, 4096, share_prompts=shared)
+        assert (batch.num_computed_tokens < batch.num_tokens) == shared
+        logprobs, _ = batch_logprobs(policy, batch, activation_checkpointing=shared)
+        logprobs.sum().backward()
+        found.append([policy.weights.masters[n].grad for n in policy.weights.of_tower])
+        for master in policy.master_weights().values():
+            master.grad = None
+    whole = sum(float(grad.norm()) for grad in found[0])
+    for one, other in zip(found[0], found[1], strict=True):
+        assert (one - other).norm() <= 1e-4 * one.norm() + 1e-7 * whole
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    policy = trained(model(tmp_path / "model", "qwen2_5_vl"), "connector")
+    name = policy.weights.of_tower[0]
+    inputs = encode(policy, TEXT, [picture(*size) for size in SIZES])
+    (logprobs,) = policy.logprobs([inputs])
+    assert isinstance(policy.tower, TrainedTower)
+    forward = policy.tower._forward
+
+    def broken(part: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        made = forward(part)
+        made.register_hook(lambda gradient: gradient * torch.nan)
+        return made
+
+    policy.tower._forward = broken  # type: ignore[method-assign]
+    with watch(policy) as seen:
+        logprobs.sum().backward()
+    assert seen.first.startswith(f"gradient of {name}, first in row 0")
