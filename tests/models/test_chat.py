@@ -6,13 +6,14 @@ import copy
 from typing import Any
 
 import pytest
+from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
 from jetrl.models import chat as module
 from jetrl.models.chat import ReplyError, decode, encode_reply, encode_text, encode_turns
-from jetrl.models.tiny import character_tokenizer
+from jetrl.models.tiny import PRINTABLE, character_tokenizer
 from jetrl.types import PlainText, Prompt, Turn
 
 TEMPLATE = (
@@ -391,7 +392,7 @@ def test_what_a_template_without_tools_would_drop_is_refused(chatml) -> None:
     thought = {"role": "assistant", "content": "22", "reasoning_content": "two more"}
     for message, key in ((called({}), "tool_calls"), (thought, "reasoning_content")):
         with pytest.raises(UserError, match=f"'{key}', which the tokenizer's chat template does"):
-            encode_turns(chatml, encode_prompt(chatml, says(("user", "?"))), [Turn(message)])
+            encode_turns(chatml, [7], [Turn(message)])
 
 
 def test_template_arguments_of_a_row_hold_for_its_prompt(qwen3) -> None:
@@ -425,7 +426,7 @@ def test_a_thought_that_the_template_opens_is_not_opened_twice(
 ) -> None:
     tokenizer = copy.deepcopy(chatml)
     tokenizer.chat_template = template
-    prompt = Prompt("p1", messages=({"role": "user", "content": "5"},))
+    prompt = says(("user", "5"))
     token_ids = encode_prompt(tokenizer, prompt)
     if written is None:
         with pytest.raises(UserError, match=r"the (tokenizer's )?chat template .*<think>"):
@@ -434,3 +435,24 @@ def test_a_thought_that_the_template_opens_is_not_opened_twice(
     example = encode_turns(tokenizer, token_ids, [Turn(answer)], asked=prompt)
     whole = tokenizer.decode([*token_ids, *example.completion])
     assert whole.endswith(f"<|im_start|>assistant\n{written}<|im_end|>")
+
+
+def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
+    """The tokenizers of Llama 2 and Mistral 7B put a space before each text."""
+    tokenizer = character_tokenizer(PRINTABLE + "▁")
+    tokenizer.backend_tokenizer.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+    prompt, answer = says(("user", "2+2?")), {"role": "assistant", "content": "4."}
+    template = (
+        "{% for m in messages %}"
+        "{{ m['role'] == 'user' and m['content'] + 'X m['content'] + '<eos>' }}{% endfor %}"
+    )
+    for opening in ("=' or ' ' +", "\\n' or", "<eos>' or"):
+        tokenizer.chat_template = template.replace("X", opening)
+        whole = tokenizer.apply_chat_template([*prompt.messages, answer] * 2, return_dict=False)
+        example = encode_turns(
+            tokenizer,
+            encode_prompt(tokenizer, prompt),
+            [Turn(answer, *prompt.messages), Turn("4.")],
+            asked=prompt,
+        )
+        assert [*example.prompt, *example.completion] == whole

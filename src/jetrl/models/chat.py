@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -106,6 +107,7 @@ def encode_text(
     begin: bool = True,
     as_text: bool = False,
     names: Mapping[str, str] | None = None,
+    before: Sequence[int] = (),
 ) -> list[int]:
     """Return the token ids of `text`, with a beginning-of-sequence token if the tokenizer adds one.
 
@@ -114,10 +116,23 @@ def encode_text(
         begin: False if the text continues a sequence: no beginning-of-sequence token.
         as_text: Encode special tokens as text.
         names: Special tokens to encode as text, keyed by placeholder in `text`.
+        before: Token ids that the text continues, with `begin` False: SentencePiece's space before
+            a text is left out, unless it follows a special token too.
 
     Raises:
         UserError: a character has no token.
     """
+    if before:
+        again = partial(
+            encode_text, tokenizer, where=where, begin=False, as_text=as_text, names=names
+        )
+        token_ids = again(text)
+        if "".join(tokenizer.convert_ids_to_tokens(token_ids[:1])).startswith("\u2581"):
+            anchor = str(tokenizer.decode(before[-1])) or "\n"
+            head, whole = again(anchor), again(anchor + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return token_ids
     try:
         if names:
             return encode_hidden(tokenizer, text, names)
@@ -173,7 +188,7 @@ def encode_reply(
         assert isinstance(drawn, str)
         text, as_text = end.removeprefix(drawn) + after, False
     try:
-        return encode_text(tokenizer, text, where, begin=False, as_text=as_text, names=names)
+        return encode_text(tokenizer, text, where, False, as_text, names, completion)
     except UserError as error:
         raise ReplyError(str(error)) from None
 
@@ -238,15 +253,12 @@ def encode_turns(
     environment = []
     is_text = asked is not None and asked.messages is None
     for turn in turns:
-        answer = turn.completion
+        answer, before = turn.completion, [*prompt, *completion]
         if isinstance(answer, str) and not is_text:
-            answer = _after_opening(tokenizer, answer, [*prompt, *completion], said, where)
-            if isinstance(answer, str) and said.messages[-1]["role"] != "assistant":
-                space = _space_before(tokenizer, said, where)
-                answer = space + answer.removeprefix(space)
+            answer = _after_opening(tokenizer, answer, before, said, where)
         if isinstance(answer, str):
             token_ids = encode_text(
-                tokenizer, answer, where, begin=False, as_text=plain_text == "all"
+                tokenizer, answer, where, False, plain_text == "all", before=before
             )
             token_ids += [] if isinstance(turn.reply, str) else end
         else:
@@ -256,7 +268,7 @@ def encode_turns(
                     "messages or both texts"
                 )
             message = as_message(answer, where)
-            token_ids = _encode_answer(tokenizer, message, said, where, plain_text)
+            token_ids = _encode_answer(tokenizer, message, said, where, plain_text, before)
         completion += token_ids
         messages = [*said.messages, {"role": "assistant", "content": turn.text}]
         if turn.reply is not None:
@@ -279,10 +291,12 @@ def _after_opening(
 ) -> str | Message:
     """Return an answer without text that the template has already written, such as <think>.
 
-    If the template opens a block of reasoning and the answer does not close it, return a message,
-    so that the template closes the block.
+    A space that it writes before answers is put first. If the template opens a block of reasoning
+    and the answer does not close it, return a message, so that the template closes the block.
     """
-    opening = _opening(tokenizer, said, where)
+    opening, space_before = _opening(tokenizer, said, where)
+    if said.messages[-1]["role"] != "assistant":
+        answer = space_before + answer.removeprefix(space_before)
     if not opening:
         return answer
     tail = tokenizer.decode(list(before[-2 * len(opening) :]), clean_up_tokenization_spaces=False)
@@ -309,32 +323,19 @@ def _after_opening(
     return {"role": "assistant", "content": answer}
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> str:
-    """Return the text with which a chat template opens an assistant turn; "" without one."""
-    if not tokenizer.chat_template:
-        return ""
+def _opening(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> tuple[str, str]:
+    """Return what a chat template opens an assistant turn with, and the spaces before an answer."""
     asked = replace(_ASKED, template_args=said.template_args)
+    answered = replace(asked, messages=[*asked.messages, {"role": "assistant", "content": _MARK}])
     try:
         closed = _render(tokenizer, asked, where, open_turn=False)
         opened = _render(tokenizer, asked, where, open_turn=True)
-    except UserError:  # a template without the role `user`
-        return ""
-    return opened.removeprefix(closed) if opened.startswith(closed) else ""
-
-
-def _space_before(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> str:
-    """Return the spaces that a chat template writes between the opening of a turn and an answer."""
-    if not tokenizer.chat_template:
-        return ""
-    asked = replace(_ASKED, template_args=said.template_args)
-    answered = [*asked.messages, {"role": "assistant", "content": _MARK}]
-    try:
-        opened = _render(tokenizer, asked, where, open_turn=True)
-        text = _render(tokenizer, replace(asked, messages=answered), where, open_turn=False)
-    except UserError:  # a template without the role `user`
-        return ""
+        text = _render(tokenizer, answered, where, open_turn=False)
+    except UserError:  # no template, or one without the role `user`
+        return "", ""
+    opening = opened.removeprefix(closed) if opened.startswith(closed) else ""
     between = text.removeprefix(opened).partition(_MARK)[0] if text.startswith(opened) else ""
-    return between if between.isspace() else ""
+    return opening, between if between.isspace() else ""
 
 
 def _encode_answer(
@@ -343,6 +344,7 @@ def _encode_answer(
     said: Conversation,
     where: str,
     plain_text: PlainText,
+    tokens_before: Sequence[int],
 ) -> list[int]:
     """Return the token ids of a rendered assistant message, with its end.
 
@@ -372,7 +374,7 @@ def _encode_answer(
     end = _end_of_turn(tokenizer, asked, where) or ""
     is_usual = bool(end) and text.endswith(end)
     text = text.removesuffix(end) if is_usual else text.rstrip()
-    token_ids = encode_text(tokenizer, text, where, begin=False, names=names)
+    token_ids = encode_text(tokenizer, text, where, False, names=names, before=tokens_before)
     if tokenizer.eos_token_id is not None:
         has_end = not is_usual and token_ids[-1:] and token_ids[-1] in tokenizer.all_special_ids
         token_ids += [] if has_end else [tokenizer.eos_token_id]

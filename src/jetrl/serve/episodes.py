@@ -191,7 +191,9 @@ class EpisodeSource(EngineSource):
             else:
                 before, rest, begins = (), text, not is_chat
             hides = not is_chat and as_text == "all"
-            more = chat.encode_text(tokenizer, rest, where, begins, hides, names) if rest else []
+            more: list[int] = []
+            if rest:
+                more = chat.encode_text(tokenizer, rest, where, begins, hides, names, before)
         ids = (*before, *more)
         episode.asked[ids] = text
         return ids
