@@ -61,7 +61,8 @@ class Encoding:
         scales: The format of FP8 scales.
         dithered: The weights to round to BF16 stochastically, with fixed seeds
             (`quantize.dithered_bf16`).
-        tower: The names of an image tower's tensors to encode; the others are written as they are.
+        tower: The names of an image tower's tensors to encode, to nearest as the tower reads them;
+            its others are written as they are.
     """
 
     dtype: SaveDtype = "bfloat16"
@@ -79,10 +80,14 @@ class Encoding:
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def is_dithered(self, part: StoredTensor) -> bool:
-        wanted = len(part.shape) == 2
-        if self.dithered != "matrices":
-            coded = part.linear_weight and part.layer not in self.bf16_layers
-            wanted = self.dithered == "linears" and coded
+        if self.dithered == "matrices":
+            wanted = len(part.shape) == 2 and part.name not in self.tower
+        else:
+            wanted = (
+                self.dithered == "linears"
+                and part.linear_weight
+                and part.layer not in self.bf16_layers
+            )
         return wanted and self.torch_dtype == torch.bfloat16
 
     def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
