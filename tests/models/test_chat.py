@@ -172,6 +172,17 @@ def test_a_template_may_write_an_assistant_otherwise_once_it_is_answered(
     assert prompt + cut + longer == encode_prompt(tokenizer, whole)
 
 
+def test_an_end_that_was_sampled_without_the_space_of_the_template_is_not_repeated(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The template of Llama 2 writes a space before the end of a turn."""
+    tokenizer.chat_template = QWEN.replace("'<eos>.'", "' <eos>.'")
+    said = [*encode_text(tokenizer, "4", begin=False), tokenizer.eos_token_id]
+    reply = {"role": "tool", "content": "5"}
+    assert tokenizer.decode(encode_reply(tokenizer, reply, said)).startswith(".<im>tool|5")
+    assert tokenizer.decode(encode_reply(tokenizer, reply, said[:-1])).startswith(" <eos>.<im>")
+
+
 def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -443,11 +454,12 @@ def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
     tokenizer.backend_tokenizer.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
     prompt, answer = says(("user", "2+2?")), {"role": "assistant", "content": "4."}
     template = (
-        "{% for m in messages %}"
-        "{{ m['role'] == 'user' and m['content'] + 'X m['content'] + '<eos>' }}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] + OPENING }}"
+        "{% else %}{{ SPACE + m['content'] + '<eos>' }}{% endif %}{% endfor %}"
     )
-    for opening in ("=' or ' ' +", "\\n' or", "<eos>' or"):
-        tokenizer.chat_template = template.replace("X", opening)
+    for opening, space in (("=", " "), ("\n", ""), ("<eos>", "")):
+        opened = template.replace("OPENING", repr(opening))
+        tokenizer.chat_template = opened.replace("SPACE", repr(space))
         whole = tokenizer.apply_chat_template([*prompt.messages, answer] * 2, return_dict=False)
         example = encode_turns(
             tokenizer,

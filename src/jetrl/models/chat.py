@@ -183,12 +183,16 @@ def encode_reply(
         except UserError as error:
             _reply_text(tokenizer, {**message, "content": "?"}, where)  # raises if no text works
             raise ReplyError(shown(str(error), names)) from None
-        # The model may have sampled the token that ends its turn.
+        # The model may have sampled the token that ends its turn. Llama 2 writes a space before it.
         drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
         assert isinstance(drawn, str)
-        text, as_text = end.removeprefix(drawn) + after, False
+        space, found, rest = end.partition(drawn or _MARK)
+        text = (rest if found and not space.strip() else end) + after
+        as_text = False
     try:
-        return encode_text(tokenizer, text, where, False, as_text, names, completion)
+        return encode_text(
+            tokenizer, text, where, begin=False, as_text=as_text, names=names, before=completion
+        )
     except UserError as error:
         raise ReplyError(str(error)) from None
 
@@ -258,7 +262,7 @@ def encode_turns(
             answer = _after_opening(tokenizer, answer, before, said, where)
         if isinstance(answer, str):
             token_ids = encode_text(
-                tokenizer, answer, where, False, plain_text == "all", before=before
+                tokenizer, answer, where, begin=False, as_text=plain_text == "all", before=before
             )
             token_ids += [] if isinstance(turn.reply, str) else end
         else:
@@ -374,7 +378,7 @@ def _encode_answer(
     end = _end_of_turn(tokenizer, asked, where) or ""
     is_usual = bool(end) and text.endswith(end)
     text = text.removesuffix(end) if is_usual else text.rstrip()
-    token_ids = encode_text(tokenizer, text, where, False, names=names, before=tokens_before)
+    token_ids = encode_text(tokenizer, text, where, begin=False, names=names, before=tokens_before)
     if tokenizer.eos_token_id is not None:
         has_end = not is_usual and token_ids[-1:] and token_ids[-1] in tokenizer.all_special_ids
         token_ids += [] if has_end else [tokenizer.eos_token_id]

@@ -193,7 +193,9 @@ class EpisodeSource(EngineSource):
             hides = not is_chat and as_text == "all"
             more: list[int] = []
             if rest:
-                more = chat.encode_text(tokenizer, rest, where, begins, hides, names, before)
+                more = chat.encode_text(
+                    tokenizer, rest, where, begin=begins, as_text=hides, names=names, before=before
+                )
         ids = (*before, *more)
         episode.asked[ids] = text
         return ids
