@@ -48,11 +48,13 @@ def test_stop_string_across_tokens(pieces, stop, text, num_tokens):
     assert sequence.finish_reason == "stop"
 
 
-def test_context_dependent_decoding():
+@pytest.mark.parametrize("tokens", [[0, 1, 2, 3], [4, 0, 4, 1, 4, 4, 2, 3]])
+def test_context_dependent_decoding(tokens):
     """A decoder like sentencepiece's drops the space at the very start of a text."""
-    pieces = [" the", " end", " is", " near"]
+    pieces = [" the", " end", " is", " near", ""]
     rules = StopRules(9, strings=("end is",), decode=lambda ids: decode_pieces(pieces)(ids)[1:])
-    assert run(rules, [0, 1, 2, 3]).text == "the "
+    sequence = run(rules, tokens)
+    assert (sequence.text, sequence.generated) == ("the ", tokens[:-1])
 
 
 def test_invalid_bytes_do_not_hide_a_stop_string():

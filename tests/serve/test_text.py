@@ -37,6 +37,8 @@ def test_pieces_hold_back_what_may_change() -> None:
     assert cut.finish("a") == ""
     broken = TextStream(decode)
     assert [broken.add([byte]) for byte in (0x80, 0x81, 0x41)] == ["", "", "\ufffd\ufffdA"]
+    spaced = TextStream(lambda token_ids: "".join([" a", "", " b"][i] for i in token_ids)[1:])
+    assert [spaced.add([token]) for token in (0, 1, 2)] == ["a", "", " b"]
 
 
 @pytest.mark.parametrize(

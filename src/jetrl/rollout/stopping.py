@@ -124,6 +124,7 @@ class TextWatch:
         return min((start for start in starts if start >= 0), default=None)
 
     def _commit(self, text: str, num_tokens: int) -> None:
-        self._text = text
-        self._first = self._committed
-        self._committed = num_tokens
+        # SentencePiece drops a space that no text precedes: special tokens alone are no context.
+        if text != self._text:
+            self._first = self._committed
+        self._text, self._committed = text, num_tokens

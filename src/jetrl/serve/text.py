@@ -41,8 +41,10 @@ class TextStream:
             self._pending = window[len(context) :]
             return ""
         self._pending = ""
-        self._text += window[len(context) :]
-        self._first, self._read = self._read, len(self._tokens)
+        added = window[len(context) :]
+        self._text += added
+        # SentencePiece drops a space that no text precedes: special tokens alone are no context.
+        self._first, self._read = self._read if added else self._first, len(self._tokens)
         if self._until and self._until in self._text[max(0, self._sent - len(self._until)) :]:
             return self._send(self._text.index(self._until))
         return self._send(len(self._text) - self._begun())
