@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
+from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -457,10 +459,11 @@ def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] + OPENING }}"
         "{% else %}{{ SPACE + m['content'] + '<eos>' }}{% endif %}{% endfor %}"
     )
+    twice = Prompt("p1", messages=(*prompt.messages, answer) * 2)
     for opening, space in (("=", " "), ("\n", ""), ("<eos>", "")):
         opened = template.replace("OPENING", repr(opening))
         tokenizer.chat_template = opened.replace("SPACE", repr(space))
-        whole = tokenizer.apply_chat_template([*prompt.messages, answer] * 2, return_dict=False)
+        whole = tokenizer.apply_chat_template(twice.messages, return_dict=False)
         example = encode_turns(
             tokenizer,
             encode_prompt(tokenizer, prompt),
@@ -468,3 +471,14 @@ def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
             asked=prompt,
         )
         assert [*example.prompt, *example.completion] == whole
+
+
+def test_hidden_names_and_parts_of_words_get_no_space_of_sentencepiece() -> None:
+    """The tokenizer of Mistral 7B v0.3 puts a space before the first text only."""
+    tokenizer = character_tokenizer(PRINTABLE + "▁")
+    backend, tokens = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids
+    backend.model = BPE({**tokenizer.get_vocab(), "ts": len(tokenizer)}, [("t", "s")])
+    backend.pre_tokenizer = Metaspace(prepend_scheme="first")
+    hidden = encode_text(tokenizer, "<eos>Xs", names={"X": "<pad>"})
+    assert hidden == tokens(["<eos>", *"<pad>s"])
+    assert encode_text(tokenizer, "s", before=tokens([*"▁cat"])) == tokens(["s"])

@@ -19,7 +19,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -33,6 +32,7 @@ from jetrl.models.chat_template import (
 )
 from jetrl.models.tokenizer import (
     encode,
+    encode_after,
     encode_hidden,
     has_special_tokens,
     hide_special_tokens,
@@ -122,22 +122,11 @@ def encode_text(
     Raises:
         UserError: a character has no token.
     """
-    if before:
-        again = partial(
-            encode_text, tokenizer, where=where, begin=False, as_text=as_text, names=names
-        )
-        token_ids = again(text)
-        if "".join(tokenizer.convert_ids_to_tokens(token_ids[:1])).startswith("\u2581"):
-            anchor = str(tokenizer.decode(before[-1])) or "\n"
-            head, whole = again(anchor), again(anchor + text)
-            if whole[: len(head)] == head:
-                return whole[len(head) :]
-        return token_ids
     try:
         if names:
-            return encode_hidden(tokenizer, text, names)
+            return encode_hidden(tokenizer, text, names, before)
         as_text = as_text and has_special_tokens(tokenizer, text)
-        plain = encode(tokenizer, text, as_text=as_text)
+        plain = encode_after(tokenizer, text, before, as_text)
         bos = tokenizer.bos_token_id
         if begin and bos is not None and plain[:1] != [bos]:
             opened = encode(tokenizer, text, special=True, as_text=as_text)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,6 +162,25 @@ def encode(
     return token_ids
 
 
+def encode_after(
+    tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[int], as_text: bool = False
+) -> list[int]:
+    """Return the token ids of a text that continues other tokens, if there are any.
+
+    SentencePiece's space before a text is left out, unless it follows a special token too.
+    """
+    token_ids = encode(tokenizer, text, as_text=as_text)
+    first = "".join(tokenizer.convert_ids_to_tokens(token_ids[:1]))
+    if not before or not first.startswith("\u2581"):
+        return token_ids
+    special = tokenizer.added_tokens_decoder.get(before[-1])
+    if special and encode(tokenizer, f"{special}{text[0]}")[1:] == encode(tokenizer, text[0]):
+        return token_ids
+    anchor = "a" if text[0].isspace() else "\n"  # which makes no token together with the text
+    whole = encode(tokenizer, anchor + text, as_text=as_text)
+    return whole[len(encode(tokenizer, anchor)) :]
+
+
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
 
 
@@ -205,15 +224,12 @@ def hide_special_tokens(
 
     The names by their placeholders come second.
     """
-    everything = "\0".join(_texts(value))
-    present = [name for name in _names(tokenizer) if name in everything]
-    if not present:
-        return value, {}
     placeholder = _PLACEHOLDER
-    while placeholder in everything:
+    while placeholder in str(value):
         placeholder += "x"
-    placeholders = {name: f"{placeholder}{number}end" for number, name in enumerate(present)}
-    pattern = _any_of(present)
+    names = {f"{placeholder}{number}end": name for number, name in enumerate(_names(tokenizer))}
+    placeholders = {name: placeholder for placeholder, name in names.items()}
+    pattern = _any_of([*placeholders])
 
     def hide(part: Any) -> Any:
         if isinstance(part, str):
@@ -222,17 +238,9 @@ def hide_special_tokens(
             return {hide(key): hide(item) for key, item in part.items()}
         return [hide(item) for item in part] if isinstance(part, list | tuple) else part
 
-    return hide(value), {placeholders[name]: name for name in present}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        yield from chain.from_iterable(map(_texts, value))
-        if isinstance(value, Mapping):
-            yield from _texts([*value.values()])
+    hidden = hide(value)
+    written = str(hidden)
+    return hidden, {key: name for key, name in names.items() if key in written}
 
 
 def shown(text: str, names: Mapping[str, str]) -> str:
@@ -243,9 +251,15 @@ def shown(text: str, names: Mapping[str, str]) -> str:
 
 
 def encode_hidden(
-    tokenizer: PreTrainedTokenizerBase, text: str, names: Mapping[str, str]
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    names: Mapping[str, str],
+    before: Sequence[int] = (),
 ) -> list[int]:
-    """Return the token ids of a rendered template, with the placeholders' names encoded as text."""
+    """Return the token ids of a rendered template, with the placeholders' names encoded as text.
+
+    `before` are the token ids that the text continues.
+    """
     token_ids: list[int] = []
     for number, part in enumerate(_any_of(_names(tokenizer)).split(text)):
         if number % 2:  # a special token between two texts
@@ -253,7 +267,7 @@ def encode_hidden(
             assert isinstance(control, int)
             token_ids.append(control)
         elif part:
-            token_ids += encode(tokenizer, shown(part, names), as_text=True)
+            token_ids += encode_after(tokenizer, shown(part, names), [*before, *token_ids], True)
     return token_ids
 
 
@@ -265,5 +279,5 @@ def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _any_of(names: list[str]) -> re.Pattern[str]:
-    """Return a pattern of one group that matches each of the names."""
-    return re.compile(f"({'|'.join(map(re.escape, names))})")
+    """Return a pattern of one group that matches each of the names, and nothing without names."""
+    return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
