@@ -471,6 +471,7 @@ def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
             asked=prompt,
         )
         assert [*example.prompt, *example.completion] == whole
+        assert encode_prompt(tokenizer, twice) == whole[:-1]
 
 
 def test_hidden_names_and_parts_of_words_get_no_space_of_sentencepiece() -> None:

@@ -436,7 +436,9 @@ def render_prompt(
             f"{where}: its last message, the assistant's, begins with {twice[0]!r}, with which "
             "the chat template opens the turn: leave it out"
         )
-    text += begun  # as continue_final_message in transformers
+    if begun:  # as continue_final_message in transformers
+        space = _opening(tokenizer, chat, where)[1]
+        text += space + begun.removeprefix(space)
     for message in messages:
         _check_written(message, text, where)
     return text, names
