@@ -120,13 +120,13 @@ def test_bytes_and_offsets_of_tokens_in_a_character(policy: Policy, stream: bool
 
 
 def test_bytes_of_tokens_that_files_name_by_their_bytes() -> None:
-    pieces = {"<unk>": 0, "<0xE2>": 1, "<0x82>": 2, "a": 3, "\ufffd": 4, "\u2581a": 5}
+    pieces = {"<unk>": 0, "<0xE2>": 1, "<0x82>": 2, "a": 3, "\ufffd": 4, "\u2581a": 5, "<0x20>": 6}
     library = Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*parts, decoders.Strip(" ", left=1, right=0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library)
-    found = [token_bytes(tokenizer, token_id) for token_id in range(6)]
-    assert found == [b"<unk>", b"\xe2", b"\x82", b"a", b"\xef\xbf\xbd", b" a"]
+    found = [token_bytes(tokenizer, token_id) for token_id in range(7)]
+    assert found == [b"<unk>", b"\xe2", b"\x82", b"a", b"\xef\xbf\xbd", b" a", b" "]
 
 
 @pytest.fixture(params=[f"I look. {CALL}", f"{CALL}\n{CALL}", "I look. <tool_call>broken", "Hm <t"])

@@ -190,7 +190,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     SentencePiece's decoders leave out a space at the beginning.
     """
     text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    piece = str(tokenizer.convert_ids_to_tokens(token_id)).replace("<0x20>", "\u2581")
     spaces = len(piece) - len(piece.lstrip("\u2581"))
     return " " * spaces + text.lstrip(" ") if spaces else text
 
