@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.rollout.test_stopping import decode_fallback
 from tests.serve.conftest import Server, serving
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -39,6 +40,19 @@ def test_pieces_hold_back_what_may_change() -> None:
     assert [broken.add([byte]) for byte in (0x80, 0x81, 0x41)] == ["", "", "\ufffd\ufffdA"]
     spaced = TextStream(lambda token_ids: "".join([" a", "", " b"][i] for i in token_ids)[1:])
     assert [spaced.add([token]) for token in (0, 1, 2)] == ["a", "", " b"]
+
+
+def test_a_run_of_bytes_is_held_back_until_it_ends() -> None:
+    """A byte that is not UTF-8 also changes the text of the whole characters before it."""
+
+    def pieces(data: bytes) -> list[str]:
+        stream = TextStream(decode_fallback, is_byte=lambda token: token >= 0x80)
+        return [*(stream.add([byte]) for byte in data), stream.finish(decode_fallback(data))]
+
+    assert pieces("aéb".encode()) == ["a", "", "", "éb", ""]
+    assert pieces("aé".encode() + b"\xe2") == ["a", "", "", "", "\ufffd" * 3]
+    long = "漢" * 100  # more bytes than are held back
+    assert "".join(pieces(long.encode())) == long
 
 
 @pytest.mark.parametrize(

@@ -203,13 +203,19 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes | No
     text = token_text(tokenizer, token_id)
     if _REPLACEMENT not in text:
         return text.encode()
+    if byte := byte_of(tokenizer, token_id):
+        return byte
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
-    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-        return bytes.fromhex(byte[1])
     of_character = {character: byte for byte, character in bytes_to_unicode().items()}
     if of_character.keys() >= set(piece):
         return bytes(of_character[character] for character in piece)
     return text.encode() if _REPLACEMENT in piece else None
+
+
+def byte_of(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes | None:
+    """Return the byte of a token such as `<0xE2>`, None of another one."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", str(tokenizer.convert_ids_to_tokens(token_id)))
+    return bytes.fromhex(byte[1]) if byte else None
 
 
 def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.models import chat
-from jetrl.models.tokenizer import token_bytes, token_text
+from jetrl.models.tokenizer import byte_of, token_bytes, token_text
 from jetrl.serve.requests import Wanted
 from jetrl.serve.source import Piece
 from jetrl.serve.text import TOOL_CALL, TextStream, ToolCall, tool_calls
@@ -54,7 +54,10 @@ class Reply:
         self._version = 0
         stop, until = wanted.request.params.stop, TOOL_CALL if wanted.tools else ""
         self._choices = [
-            _Choice(TextStream(self._decode, stop, until), TextStream(self._decode))
+            _Choice(
+                TextStream(self._decode, stop, until, is_byte=self._is_byte),
+                TextStream(self._decode),
+            )
             for _ in range(wanted.request.num_choices)
         ]
 
@@ -226,6 +229,10 @@ class Reply:
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._served.tokenizer
         return "" if tokenizer is None else chat.decode(tokenizer, token_ids)
+
+    def _is_byte(self, token_id: int) -> bool:
+        tokenizer = self._served.tokenizer
+        return tokenizer is not None and byte_of(tokenizer, token_id) is not None
 
 
 def _reason(end: Piece) -> str | None:

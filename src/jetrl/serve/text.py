@@ -16,14 +16,20 @@ _CALLS = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 class TextStream:
     """The text of tokens in pieces that no later token changes.
 
-    Held back: characters that are not whole yet, the beginning of a stop string, and what follows
-    `until`, which is for the end.
+    Held back: characters that are not whole yet, a run of byte tokens (one that is not UTF-8 is
+    decoded otherwise as a whole), the beginning of a stop string, and what follows `until`, which
+    is for the end.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), until: str = ""
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str] = (),
+        until: str = "",
+        is_byte: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._decode, self._stop, self._until = decode, tuple(stop), until
+        self._is_byte = is_byte
         self._tokens: list[int] = []
         # Tokens before `_read` are part of the text; those from `_first` are context of the rest.
         self._first = self._read = 0
@@ -36,8 +42,10 @@ class TextStream:
         self._tokens += token_ids
         context = self._decode(self._tokens[self._first : self._read])
         window = self._decode(self._tokens[self._first :])
-        unfinished = window.endswith(UNFINISHED_CHARACTER)
-        if unfinished and len(self._tokens) - self._read < MAX_WINDOW:
+        # A run of bytes may be long, so half of the window is left to end a character.
+        in_bytes = any(map(self._is_byte, self._tokens[-1:]))
+        most = MAX_WINDOW if window.endswith(UNFINISHED_CHARACTER) else MAX_WINDOW // 2 * in_bytes
+        if len(self._tokens) - self._read < most:
             self._pending = window[len(context) :]
             return ""
         self._pending = ""
