@@ -27,6 +27,7 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 from jetrl.runs.report import write_report
 from jetrl.runs.schemas import ROLLOUT_LINE
+from jetrl.runs.storage import Record
 from jetrl.session.open import RunContext, check_run
 from jetrl.training.sft import SftTrainer
 
@@ -60,6 +61,16 @@ def words(family: str, tmp_path: Path) -> list[str]:
         *["sft.steps=0", "train.updates_per_step=2", "rollout.keep_every=1", "eval.every=2"],
         *["eval.prompts=2", "checkpoint.every=1", "checkpoint.keep_last=3", "loop.steps=3"],
     ]
+
+
+def uncut_and_resumed(words: list[str], tmp_path: Path) -> list[list[Record]]:
+    """Return the metrics of a run and of its resumed copy, whose last steps have equal bits."""
+    uncut = trained(words, tmp_path, "uncut")
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
+    resumed = trained(words, tmp_path, "cut", resume=True)
+    records = [RunDirectory.open(done.run_path).metrics() for done in (uncut, resumed)]
+    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    return records
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"], indirect=True)
@@ -100,23 +111,20 @@ def test_a_run_with_an_adapter_is_exact_and_is_resumed_sampled_and_evaluated(
 ) -> None:
     adapter = ["adapter.kind=lora", "adapter.rank=4", "algorithm.kl=0.01", "train.lr=1e-2"]
     words = [*words, *adapter, f"precision.{precision}", "loop.steps=2"]
-    uncut = trained(words, tmp_path, "uncut")
-    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
-    resumed = trained(words, tmp_path, "cut", resume=True)
-    records = [RunDirectory.open(done.run_path).metrics()[1:] for done in (uncut, resumed)]
-    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
-    for metrics in records[0]:
+    _, *records = uncut_and_resumed(words, tmp_path)[0]
+    uncut = tmp_path / "uncut"
+    for metrics in records:
         assert metrics["mismatch/num_different"] == 0
         assert metrics["policy/grad_norm"] > 0
-    assert 0 < records[0][0]["policy/kl_ref"] < records[0][-1]["policy/kl_ref"]
+    assert 0 < records[0]["policy/kl_ref"] < records[-1]["policy/kl_ref"]
     Pillow.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
-    for source in (uncut.run_path, uncut.run_path / "model"):
+    for source in (uncut, uncut / "model"):
         image = ["--image", str(tmp_path / "red.png"), "--max-tokens", "6"]
         assert main(["sample", str(source), *image, "Which color?"]) == 0
     said = capsys.readouterr().out.partition("<image>Which color?")[2]
     first, _, again = said.partition("<image>Which color?")
     assert first.strip() == again.strip() != ""
-    assert main(["eval", str(uncut.run_path), "--prompts", "2", "--trust-task"]) == 0
+    assert main(["eval", str(uncut), "--prompts", "2", "--trust-task"]) == 0
 
 
 SUPERVISED = [
@@ -195,11 +203,7 @@ def test_completions_that_cross_steps_keep_their_positions(
 ) -> None:
     partial_words = ["rollout.oversample=1.0", "rollout.max_batch_size=12", "rollout.max_tokens=10"]
     words = [*words, *partial_words, "rollout.page_size=4"]
-    uncut = trained(words, tmp_path, "uncut")
-    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
-    resumed = trained(words, tmp_path, "cut", resume=True)
-    records = [RunDirectory.open(done.run_path).metrics() for done in (uncut, resumed)]
-    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    records = uncut_and_resumed(words, tmp_path)
     assert sum(metrics["partial_rollout/unfinished"] for metrics in records[0][1:]) > 0
     for metrics in records[0][1:]:
         assert metrics["mismatch/num_different"] == 0
@@ -365,17 +369,13 @@ def test_a_run_that_trains_its_tower_is_exact_and_a_resumed_one_has_its_bits(
 ) -> None:
     own = [f"train.tower={part}", f"precision.preset={preset}", "train.lr=1e-3"]
     words = [*words, *own, "algorithm.kl=0.01"]
-    uncut = trained(words, tmp_path, "uncut")
-    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
-    resumed = trained(words, tmp_path, "cut", resume=True)
-    records = [RunDirectory.open(done.run_path).metrics() for done in (uncut, resumed)]
-    assert reproducible(records[0][-1]) == reproducible(records[1][-1])
+    records, uncut = uncut_and_resumed(words, tmp_path), tmp_path / "uncut"
     assert records[0][-1]["digest"] == records[1][-1]["digest"]
     for metrics in records[0][1:]:
         assert preset == "bf16" or metrics["mismatch/num_different"] == 0
         assert metrics["mismatch/num_tokens"] > 60
     assert records[0][-1]["policy/kl_ref"] > 0
-    before, after = tensors(tmp_path / "model"), tensors(uncut.run_path / "model")
+    before, after = tensors(tmp_path / "model"), tensors(uncut / "model")
     moved = {
         name for name in before if not torch.equal(before[name].to(after[name].dtype), after[name])
     }
@@ -383,9 +383,9 @@ def test_a_run_that_trains_its_tower_is_exact_and_a_resumed_one_has_its_bits(
     joins = {name for name in moved if "merger" in name or "connector" in name}
     assert len(joins) > 0
     assert (seen <= joins) == (part == "connector")
-    kept = tensors(uncut.run_path / "reference")
+    kept = tensors(uncut / "reference")
     assert all(torch.equal(kept[name], before[name].float()) for name in seen | joins)
-    assert main(["export", str(uncut.run_path), str(tmp_path / "out")]) == 0
+    assert main(["export", str(uncut), str(tmp_path / "out")]) == 0
     exported = tensors(tmp_path / "out")
     assert all(torch.equal(exported[name], after[name]) for name in seen | joins)
     with pytest.raises(UserError, match=rf"model train.tower is '{part}' in the check.* None here"):
