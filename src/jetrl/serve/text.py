@@ -42,17 +42,21 @@ class TextStream:
         self._tokens += token_ids
         context = self._decode(self._tokens[self._first : self._read])
         window = self._decode(self._tokens[self._first :])
-        # A run of bytes may be long, so half of the window is left to end a character.
-        in_bytes = any(map(self._is_byte, self._tokens[-1:]))
-        most = MAX_WINDOW if window.endswith(UNFINISHED_CHARACTER) else MAX_WINDOW // 2 * in_bytes
-        if len(self._tokens) - self._read < most:
+        most_held = 0
+        if window.endswith(UNFINISHED_CHARACTER):
+            most_held = MAX_WINDOW
+        elif self._tokens and self._is_byte(self._tokens[-1]):
+            most_held = MAX_WINDOW // 2  # a run may be long: the other half is to end a character
+        if len(self._tokens) - self._read < most_held:
             self._pending = window[len(context) :]
             return ""
         self._pending = ""
         added = window[len(context) :]
         self._text += added
         # SentencePiece drops a space that no text precedes: special tokens alone are no context.
-        self._first, self._read = self._read if added else self._first, len(self._tokens)
+        if added:
+            self._first = self._read
+        self._read = len(self._tokens)
         if self._until and self._until in self._text[max(0, self._sent - len(self._until)) :]:
             return self._send(self._text.index(self._until))
         return self._send(len(self._text) - self._begun())
