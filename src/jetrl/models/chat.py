@@ -124,9 +124,9 @@ def encode_text(
     """
     try:
         if names:
-            return encode_hidden(tokenizer, text, names, before)
+            return encode_hidden(tokenizer, text, names, before=before)
         as_text = as_text and has_special_tokens(tokenizer, text)
-        plain = encode_after(tokenizer, text, before, as_text)
+        plain = encode_after(tokenizer, text, before, as_text=as_text)
         bos = tokenizer.bos_token_id
         if begin and bos is not None and plain[:1] != [bos]:
             opened = encode(tokenizer, text, special=True, as_text=as_text)
@@ -261,7 +261,9 @@ def encode_turns(
                     "messages or both texts"
                 )
             message = as_message(answer, where)
-            token_ids = _encode_answer(tokenizer, message, said, where, plain_text, before)
+            token_ids = _encode_answer(
+                tokenizer, message, said, where=where, plain_text=plain_text, tokens_before=before
+            )
         completion += token_ids
         messages = [*said.messages, {"role": "assistant", "content": turn.text}]
         if turn.reply is not None:

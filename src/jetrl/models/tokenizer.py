@@ -170,8 +170,9 @@ def encode_after(
     SentencePiece's space before a text is left out, unless it follows a special token too.
     """
     token_ids = encode(tokenizer, text, as_text=as_text)
-    first = "".join(tokenizer.convert_ids_to_tokens(token_ids[:1]))
-    if not before or not first.startswith("\u2581"):
+    if not before or not token_ids:
+        return token_ids
+    if not str(tokenizer.convert_ids_to_tokens(token_ids[0])).startswith("\u2581"):
         return token_ids
     special = tokenizer.added_tokens_decoder.get(before[-1])
     if special and encode(tokenizer, f"{special}{text[0]}")[1:] == encode(tokenizer, text[0]):
@@ -273,7 +274,8 @@ def encode_hidden(
             assert isinstance(control, int)
             token_ids.append(control)
         elif part:
-            token_ids += encode_after(tokenizer, shown(part, names), [*before, *token_ids], True)
+            written = [*before, *token_ids]
+            token_ids += encode_after(tokenizer, shown(part, names), written, as_text=True)
     return token_ids
 
 

@@ -84,7 +84,7 @@ class ImageReader(Protocol):
         ...
 
     def features(self, modules: nn.Module, part: tuple[Tensor, ...]) -> Tensor:
-        """Return the features of a part, as in `ImageRows`; an image's are those of its parts."""
+        """Return the features of a part, as in `ImageRows`; an image has those of all its parts."""
         ...
 
 

@@ -57,7 +57,7 @@ class _KnownPrompts:
             self._by_name.setdefault(key, []).append(encoded)
 
     def with_prompt(self, sample: Sample, where: str) -> Sample:
-        """Return a sample with the prompt of its name, which has the same tokens and images.
+        """Return a sample with the task's own prompt of the same name, tokens and images.
 
         Raises UserError, with `where` in front, that names the first image or token that differs.
         """
