@@ -30,13 +30,13 @@ ASKED = ("model", "plan", "prompts", "max_tokens")  # alike for all answers in a
 
 def write_questions(args: argparse.Namespace) -> None:
     """Write the export and the questions' token ids into --work, unless they are there."""
-    from jetrl.cli.opening import open_policy
+    from jetrl.cli.opening import open_model
     from jetrl.session.sampling import encode_prompts
     from jetrl.tasks import get_task
 
     if (args.work / QUESTIONS).is_file():
         return
-    policy = open_policy(args.model, args.plan, args.device)
+    policy = open_model(args.model, args.plan, args.device)
     policy.save_pretrained(args.work / "model", dtype="bfloat16", overwrite=True)
     encoded = encode_prompts(policy, get_task("gsm8k"), "test", args.prompts)
     questions = [list(each.inputs.token_ids) for each in encoded]

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -129,7 +129,8 @@ def make_policy(
     device: str,
     layers: int | None,
     adapter_rank: int = 0,
-    speculation: bool = False,
+    speculation: Literal["off", "auto"] = "off",
+    trained: bool = True,
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
@@ -139,6 +140,7 @@ def make_policy(
         layers: Decoder layers; None: the shape's own.
         adapter_rank: The rank of adapters with random A and B on a frozen base; 0: all parameters
             are trained.
+        trained: Keep the master weights of all parameters.
     """
     config = dict(SHAPES[shape])
     if layers is not None:
@@ -149,9 +151,9 @@ def make_policy(
     lora = LoRA(adapter_rank, ALPHA, targets=_ALL)
     adapter = Adapter.new(ModelConfig.from_hf(config), lora, seed=0) if adapter_rank else None
     source = random_source(config, device, adapter)
-    rollout = RolloutSettings(speculation="auto" if speculation else "off")
+    rollout = RolloutSettings(speculation=speculation)
     with compiled_ahead(source, chosen, device, rollout):
-        policy = Policy(source, chosen, device)
+        policy = Policy(source, chosen, device, trains=None if trained else lambda _: False)
         begins("the weights are made; waiting for kernels that are compiled beside them")
     if adapter is None:
         return policy

@@ -88,7 +88,6 @@ class _Watch:
         self.records: list[tuple[float, Progress]] = []
         self._profiled = profiled
         self.profiler: Any = None
-        self.profiled_tokens = 0
 
     def __call__(self, progress: Progress) -> None:
         if self._profiled and progress.tokens >= 4 * progress.sequences_total:
@@ -289,8 +288,7 @@ def median_round(rounds: list[Row]) -> Row:
     """Return the row of the round with the median decode step, and the steps of all rounds."""
     if len(rounds) == 1:
         return rounds[0]
-    ordered = sorted(rounds, key=lambda row: row["decode_ms"])
-    middle = ordered[(len(ordered) - 1) // 2]
+    middle = sorted(rounds, key=lambda row: row["decode_ms"])[(len(rounds) - 1) // 2]
     return {**middle, "decode_ms_of_rounds": [row["decode_ms"] for row in rounds]}
 
 
@@ -370,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else ["64x128x512"])
     command = command_typed("jetrl bench rollout", argv)
-    plans, rows = plans_of(args), list[Row]()
+    plans = plans_of(args)
+    rows: list[Row] = []
     copy_bandwidth()  # measured once, while memory is free
 
     def add(row: Row) -> None:
@@ -380,7 +379,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
     for plan in plans:
-        policy = make_policy(args.shape, plan, "cuda", args.layers, adapter_rank=args.adapter_rank)
+        policy = make_policy(
+            args.shape, plan, "cuda", args.layers, args.adapter_rank, trained=False
+        )
         for case in cases:
             sizes = tuple(int(number) for number in case.split("x"))
             add(median_round([run_case(policy, sizes, args.profile) for _ in range(args.rounds)]))

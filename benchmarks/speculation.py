@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shares = args.right or [0.5, 0.6, 0.7]
     cases = [*(args.case or []), *(case for name in args.load or [] for case in LOADS[name])]
-    policy = make_policy(args.shape, args.plan, args.device, args.layers, speculation=True)
+    policy = make_policy(args.shape, args.plan, args.device, args.layers, speculation="auto")
     fixed = [(int(m), float(s)) for m, s in (one.split("x") for one in args.fixed or [])]
     drafting = Drafting(shares, fixed=fixed)
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}

@@ -43,14 +43,14 @@ def write_ours(args: argparse.Namespace) -> None:
     from benchmarks.policies import make_policy
 
     from jetrl import Policy
-    from jetrl.cli.opening import open_policy
+    from jetrl.cli.opening import open_model
     from jetrl.precision import PrecisionPlan
 
     device = "cuda" if args.device == "cuda" else "cpu"
     if args.model is None:
         policy = make_policy(args.shape, "jet", device, args.layers)
     else:
-        policy = open_policy(args.model, "jet", device)
+        policy = open_model(args.model, "jet", device)
     prompts = prompt_tokens(policy, args.task, args.prompts, args.tokens)
     export = args.work / "model"
     policy.save_pretrained(export, dtype=args.dtype, overwrite=True)

@@ -21,7 +21,7 @@ from benchmarks.study.results import (
     write_stored,
 )
 
-from jetrl.cli.opening import find_model, open_policy
+from jetrl.cli.opening import find_model, open_model, open_policy
 from jetrl.errors import UserError
 from jetrl.files import read_stored
 from jetrl.models.peft import is_adapter
@@ -139,7 +139,7 @@ def _exported(run: Path, settings: Settings, request: Request) -> FinalEvaluatio
     """Return the evaluation of a run's export, as `jetrl export` writes it."""
     device, rounding = settings.run.device, request.bf16_rounding
     with tempfile.TemporaryDirectory() as folder:
-        open_policy(run, None, device).save_pretrained(folder, overwrite=True)
+        open_model(run, None, device).save_pretrained(folder, overwrite=True)
         policy = open_policy(folder, request.preset, device, bf16_rounding=rounding)
     return _evaluation(policy, settings, request)
 

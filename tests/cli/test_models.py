@@ -20,11 +20,12 @@ from tests.models.test_images import model, picture
 
 from jetrl import loop, precision, train
 from jetrl.cli import doctor, opening, run_checks
-from jetrl.cli.opening import find_model, open_policy
+from jetrl.cli.opening import find_model, open_model, open_policy
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan, backend
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import parity
 from jetrl.session.building import build_policy
@@ -33,7 +34,7 @@ from jetrl.tasks import get_task
 from jetrl.tasks.questions import SOURCES
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.optimizer import Optimizer
-from jetrl.types import IMAGE_MARKS
+from jetrl.types import IMAGE_MARKS, SamplingParams
 
 
 def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) -> None:
@@ -333,12 +334,29 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
     assert ("is rounded to BF16" in says) == (plan != "fp32")
 
 
+@pytest.mark.parametrize("plan", ["int8", "integer", "bf16", "mixed", "fp32"])
+def test_a_model_to_be_read_has_no_master_weights_and_the_same_bits(
+    tiny_model: Path, plan: str
+) -> None:
+    read, whole = open_policy(tiny_model, plan, "cpu"), open_model(tiny_model, plan, "cpu")
+    assert isinstance(whole, Policy)
+    assert not read.master_weights()
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5]]
+    drawn, expected = (RolloutEngine(model).generate(prompts, params) for model in (read, whole))
+    assert [(c.token_ids, c.logprobs) for c in drawn] == [
+        (c.token_ids, c.logprobs) for c in expected
+    ]
+    sequences = [[1, 2, 3, 4, 5, 6]]
+    assert torch.equal(read.logprobs(sequences)[0], whole.logprobs(sequences)[0])
+
+
 def test_a_supervised_run_keeps_what_it_trained_in_model_out_and_checkpoint(tmp_path: Path) -> None:
     words = ["sft.steps=1", "sft.until=none", "eval.prompts=4", f"run.dir={tmp_path}"]
     words += ["precision.preset=fp32", "report.enabled=false", "sft.examples_per_step=2"]
     run = loop.sft(load_config("demo", words), out=tmp_path / "out").run_path
-    ours = open_policy(run / "model", "fp32", "cpu").master_weights()
-    copied = open_policy(tmp_path / "out", "fp32", "cpu").master_weights()
+    ours = open_model(run / "model", "fp32", "cpu").master_weights()
+    copied = open_model(tmp_path / "out", "fp32", "cpu").master_weights()
     assert all(torch.equal(master, copied[name]) for name, master in ours.items())
     rounded = [torch.equal(master, master.bfloat16().float()) for master in ours.values()]
     assert not all(rounded), "not one weight has more digits than BF16 has"

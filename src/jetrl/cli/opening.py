@@ -39,8 +39,12 @@ class ModelLocation(NamedTuple):
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback: str = DEFAULT_PRESET, **fields: str
 ) -> Policy:
-    """Return the policy of a model, run or checkpoint, like `open_model`; refuse reward models."""
-    model = open_model(path, preset, device, fallback, scalar=False, **fields)
+    """Return the policy of a model, run or checkpoint, to be read; refuse reward models.
+
+    Arguments are as in `open_model`. Of a model directory it has no master weights, which would
+    take four bytes per parameter, so it can be neither trained nor saved.
+    """
+    model = open_model(path, preset, device, fallback, scalar=False, trained=False, **fields)
     assert isinstance(model, Policy), "reward models were refused"
     return model
 
@@ -53,6 +57,7 @@ def open_model(
     fallback: str = DEFAULT_PRESET,
     *,
     scalar: bool = True,
+    trained: bool = True,
     **fields: str,
 ) -> Policy | ScalarModel:
     """Return the model of a model or adapter directory, hub name, run directory or checkpoint.
@@ -61,6 +66,7 @@ def open_model(
         preset: The precision preset. None: the run's plan, or `fallback` without a run.
         device: As in run.device.
         scalar: Open a model with a scalar head, too.
+        trained: Keep the master weights of a model directory, from which it is trained and saved.
         fields: Options of `[precision]` that change the preset.
 
     Raises:
@@ -68,12 +74,20 @@ def open_model(
     """
     location = find_model(Path(path))
     try:
-        return _model_at(location, preset, device, fallback, scalar, fields)
+        return _model_at(
+            location,
+            preset=preset,
+            device=device,
+            fallback=fallback,
+            scalar=scalar,
+            trained=trained,
+            fields=fields,
+        )
     except (FileNotFoundError, UserError):
         if location.run != Path(path) or location.path.exists():
             raise
     # A running job has replaced that checkpoint by a newer one.
-    return open_model(path, preset, device, fallback, scalar=scalar, **fields)
+    return open_model(path, preset, device, fallback, scalar=scalar, trained=trained, **fields)
 
 
 def _model_at(
@@ -82,6 +96,7 @@ def _model_at(
     device: str,
     fallback: str,
     scalar: bool,
+    trained: bool,
     fields: dict[str, str],
 ) -> Policy | ScalarModel:
     if preset is None and location.run is not None:
@@ -109,7 +124,8 @@ def _model_at(
     else:
         source = ModelSource.from_path(location.path)
     plan = _plan_over(source.origin, plan, preset)
-    trains = (lambda _: False) if plan.frozen_base and source.adapter is None else None
+    fixed = plan.frozen_base or not trained
+    trains = (lambda _: False) if fixed and source.adapter is None else None
     limit_threads(source.config)
     with compiled_ahead(source, plan, chosen):
         kind = ScalarModel if scalar and source.config.head == ScalarModel.head else Policy
