@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Metaspace
@@ -472,6 +473,37 @@ def test_a_text_that_continues_another_gets_no_space_of_sentencepiece() -> None:
         )
         assert [*example.prompt, *example.completion] == whole
         assert encode_prompt(tokenizer, twice) == whole[:-1]
+
+
+@pytest.mark.parametrize("normalizer", [None, Sequence([Prepend("▁"), Replace(" ", "▁")])])
+@pytest.mark.parametrize("strips", ["rstrip", "lstrip", "lstrip rstrip"])
+@pytest.mark.parametrize("content", ["4.", " 4.", "4. ", "\n4.\n"])
+def test_space_that_a_special_token_takes_is_left_out(normalizer, strips, content) -> None:
+    """The tokens of Phi-3's tokenizer take the space after them, those of Phi-4's on both sides."""
+    tokenizer = character_tokenizer(PRINTABLE + "▁")
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    flags = dict.fromkeys(strips.split(), True)
+    special = [
+        AddedToken(name, special=True, **flags) for name in ("<|end|>", "<|user|>", "<|assistant|>")
+    ]
+    tokenizer.add_special_tokens({"eos_token": special[0], "additional_special_tokens": special})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<|end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    )
+    prompt, answer = says(("user", content)), {"role": "assistant", "content": content}
+    twice = Prompt("p1", messages=(*prompt.messages, answer) * 2)
+    whole = tokenizer.apply_chat_template(twice.messages, tokenize=False)
+    expected = tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False)
+    example = encode_turns(
+        tokenizer,
+        encode_prompt(tokenizer, prompt),
+        [Turn(answer, *prompt.messages), Turn(content)],
+        asked=prompt,
+    )
+    assert [*example.prompt, *example.completion] == expected
+    hidden = encode_text(tokenizer, whole.removesuffix("\n"), begin=False, names={"X": "<pad>"})
+    assert hidden == expected
 
 
 def test_hidden_names_and_parts_of_words_get_no_space_of_sentencepiece() -> None:

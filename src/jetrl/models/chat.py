@@ -37,6 +37,7 @@ from jetrl.models.tokenizer import (
     has_special_tokens,
     hide_special_tokens,
     shown,
+    text_before,
 )
 from jetrl.models.vision import ImageTower
 from jetrl.types import IMAGE_MARK, Example, Json, Message, PlainText, Prompt, PromptInputs, Turn
@@ -250,10 +251,12 @@ def encode_turns(
         if isinstance(answer, str) and not is_text:
             answer = _after_opening(tokenizer, answer, before, said, where)
         if isinstance(answer, str):
+            own_end = [] if isinstance(turn.reply, str) else end
+            text = text_before(tokenizer, answer, own_end[0] if own_end else None)
             token_ids = encode_text(
-                tokenizer, answer, where, begin=False, as_text=plain_text == "all", before=before
+                tokenizer, text, where, begin=False, as_text=plain_text == "all", before=before
             )
-            token_ids += [] if isinstance(turn.reply, str) else end
+            token_ids += own_end
         else:
             if is_text:
                 raise UserError(
@@ -369,6 +372,7 @@ def _encode_answer(
     end = _end_of_turn(tokenizer, asked, where) or ""
     is_usual = bool(end) and text.endswith(end)
     text = text.removesuffix(end) if is_usual else text.rstrip()
+    text = text_before(tokenizer, text, tokenizer.eos_token_id)
     token_ids = encode_text(tokenizer, text, where, begin=False, names=names, before=tokens_before)
     if tokenizer.eos_token_id is not None:
         has_end = not is_usual and token_ids[-1:] and token_ids[-1] in tokenizer.all_special_ids

@@ -167,8 +167,11 @@ def encode_after(
 ) -> list[int]:
     """Return the token ids of a text that continues other tokens, if there are any.
 
-    SentencePiece's space before a text is left out, unless it follows a special token too.
+    SentencePiece's space before a text is left out, unless it follows a special token too. Space
+    that the token before takes with it is left out, as by the tokenizers of Phi-3 and Phi-4.
     """
+    if before and text[:1].isspace() and _takes_space(tokenizer, before[-1], "rstrip"):
+        text = text.lstrip()
     token_ids = encode(tokenizer, text, as_text=as_text)
     if not before or not token_ids:
         return token_ids
@@ -180,6 +183,18 @@ def encode_after(
     anchor = "a" if text[0].isspace() else "\n"  # which makes no token together with the text
     whole = encode(tokenizer, anchor + text, as_text=as_text)
     return whole[len(encode(tokenizer, anchor)) :]
+
+
+def text_before(tokenizer: PreTrainedTokenizerBase, text: str, token_id: int | None) -> str:
+    """Return a text without space at its end that the token after it, if any, takes with it."""
+    if token_id is None or not text[-1:].isspace():
+        return text
+    return text.rstrip() if _takes_space(tokenizer, token_id, "lstrip") else text
+
+
+def _takes_space(tokenizer: PreTrainedTokenizerBase, token_id: int, side: str) -> bool:
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    return added is not None and getattr(added, side)
 
 
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
@@ -268,14 +283,15 @@ def encode_hidden(
     `before` are the token ids that the text continues.
     """
     token_ids: list[int] = []
-    for number, part in enumerate(_any_of(_names(tokenizer)).split(text)):
-        if number % 2:  # a special token between two texts
-            control = tokenizer.convert_tokens_to_ids(part)
-            assert isinstance(control, int)
-            token_ids.append(control)
-        elif part:
+    parts = _any_of(_names(tokenizer)).split(text)
+    # Special tokens between the parts, None after the last.
+    controls = [tokenizer.convert_tokens_to_ids(name) for name in parts[1::2]]
+    for part, control in zip(parts[::2], [*controls, None], strict=True):
+        assert not isinstance(control, list), "a name is one token"
+        if part := text_before(tokenizer, part, control):
             written = [*before, *token_ids]
             token_ids += encode_after(tokenizer, shown(part, names), written, as_text=True)
+        token_ids += [] if control is None else [control]
     return token_ids
 
 
