@@ -6,8 +6,8 @@
 #
 # OUT is the folder of the output files, build/bench unless it is given: JSON, and text of tests. PYTHON
 # is the interpreter. `all` runs the parts without whole models, and continues after one that fails. The
-# seconds are those that one H200 is expected to take, start and compiling included; those of products,
-# olmoe and decode were measured where the GPU tests had compiled kernels before.
+# seconds are those that one H200 is expected to take, start and compiling included; those of products
+# and olmoe were measured, where the GPU tests had compiled kernels before.
 set -eu
 out=${2:-build/bench}
 python=${PYTHON:-python3}
