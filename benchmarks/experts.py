@@ -266,7 +266,8 @@ def fp8_gradient_calls(
     groups, total = grouped.groups, torch.zeros(weight.shape, device=x.device)
     rows, along = grouped_fp8.fp8_grouped_gradient(dy, groups, "fp32")
     quantize = partial(grouped_fp8.quantized_input, x, groups, grouped.by_token, "fp32")
-    dgrad = partial(grouped_fp8.fp8_grouped_dgrad, rows, weight, groups)
+    matrices = grouped_fp8.turned_matrices(weight, groups.num_experts)
+    dgrad = partial(grouped_fp8.product, rows, matrices, groups, False)
     add = partial(grouped_fp8.add_wgrad_product, total, True, along, quantize(), groups)
     turn = partial(int8_squares_turned, weight, groups.num_experts)
     calls: dict[str, Call] = {"turn": turn, "quantize x": quantize}

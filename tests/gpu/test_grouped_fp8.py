@@ -13,15 +13,19 @@ pytest.importorskip("triton")
 
 from tests.kernels.expert_cases import (  # noqa: E402
     FP8_CASES,
+    HOPPER_CASES,
     LARGE,
     SQUARES,
+    chosen_by,
     compare_fp8,
     compare_squares,
     different,
     random,
 )
 
+from jetrl.precision import quantize  # noqa: E402
 from jetrl.precision.backend import selected_backend  # noqa: E402
+from jetrl.precision.hopper import grouped  # noqa: E402
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper  # noqa: E402
 from jetrl.precision.int8 import int8_rows  # noqa: E402
 from jetrl.precision.quantize import QTensor  # noqa: E402
@@ -52,6 +56,22 @@ def test_fp8_products_have_the_bits_of_dense_layers(
 ) -> None:
     compared = compare_fp8((FP8_CASES | LARGE)[name], CUDA, dense)
     assert {result: count for result, count in compared.items() if count} == {}
+
+
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_hoppers_kernel_changes_no_bit(name: str) -> None:
+    case = HOPPER_CASES[name]
+    groups = expert_rows.group_rows(chosen_by(case, CUDA), case.experts)
+    w = int8_rows(random(case.experts * case.n, case.k, device=CUDA, seed=1))
+    turned = grouped_fp8.turned_matrices(w, case.experts)
+    dy = quantize(random(len(groups.tokens), case.n, device=CUDA).bfloat16(), (1, 128))
+    matrices = quantize(random(case.experts * 256, case.k, device=CUDA, seed=2), (128, 128))
+    stacked = grouped_fp8.stacked_matrices(matrices, case.experts)
+    x = quantize(random(case.tokens, case.k, device=CUDA, seed=3).bfloat16(), (1, 128))
+    for operands in ((dy, turned, groups, False), (x, stacked, groups, True)):
+        want = grouped_fp8.product(*operands)
+        for _ in range(3):  # a race would not show every time
+            assert different(grouped.fp8_product(*operands), want) == 0
 
 
 @pytest.mark.parametrize("sizes", SQUARES)

@@ -10,9 +10,11 @@ pytest.importorskip("triton")
 
 from tests.kernels.expert_cases import (  # noqa: E402
     CASES,
+    HOPPER_CASES,
     LARGE,
     ROUTES,
     Case,
+    chosen_by,
     compare,
     compare_routes,
     different,
@@ -24,6 +26,7 @@ from tests.kernels.expert_cases import (  # noqa: E402
 from jetrl.kernels.routing_rule import RoutingRule  # noqa: E402
 from jetrl.precision.backend import selected_backend  # noqa: E402
 from jetrl.precision.experts import combine  # noqa: E402
+from jetrl.precision.hopper import grouped  # noqa: E402
 from jetrl.precision.int8 import int8_rows, int8_turned  # noqa: E402
 from jetrl.precision.triton import expert_rows, grouped_int8, int8  # noqa: E402
 from jetrl.precision.triton.bf16 import bf16_matmul  # noqa: E402
@@ -69,6 +72,20 @@ def test_tiles_change_no_bit(memory: str) -> None:
         for tile in grouped_int8.TILES[memory].values()
     ]
     assert [different(one, made[0]) for one in made] == [0] * len(made)
+
+
+@pytest.mark.parametrize("name", HOPPER_CASES)
+@pytest.mark.parametrize("by_token", [True, False])
+def test_hoppers_kernel_changes_no_bit(name: str, by_token: bool) -> None:
+    case = HOPPER_CASES[name]
+    groups = expert_rows.group_rows(chosen_by(case, CUDA), case.experts)
+    w = int8.int8_rows(random(case.experts * case.n, case.k, device=CUDA, seed=1))
+    rows = case.tokens if by_token else len(groups.tokens)
+    x = int8.int8_rows(random(rows, case.k, device=CUDA).bfloat16())
+    x.scales[0], w.scales[-1] = torch.nan, torch.inf
+    want = grouped_int8.int8_grouped_matmul(x, w, groups, by_token)
+    for _ in range(3):  # a race would not show every time
+        assert different(grouped.int8_product(x, w, groups, by_token), want) == 0
 
 
 @pytest.mark.parametrize("experts, n, k", [(1, 64, 128), (3, 192, 320), (64, 1536, 512)])

@@ -74,6 +74,15 @@ LARGE = {
     "512 experts": Case(300, 10, 512, 128, 192),
     "many rows": Case(70_000, 2, 3, 64, 64),
 }
+# Of Hopper's own kernel, whose tiles have 128 rows of an expert: N is a multiple of 8.
+HOPPER_CASES = {
+    "experts without rows": Case(150, 2, 5, 72, 128, slice(1, None, 2)),
+    "one row": Case(1, 1, 3, 40, 64),
+    "one expert": Case(130, 1, 4, 128, 192, slice(2, 3)),
+    "one expert has most": Case(5000, 2, 16, 200, 320, slice(3, 4)),
+    "many experts": Case(6000, 8, 64, 320, 576),
+    "wide": Case(2000, 8, 32, 1536, 2048),
+}
 SQUARES = ((1, 64, 128), (3, 192, 320), (5, 200, 64))  # experts, N and K of a matrix
 TILES = (Tile(16, 32, 64, 4, 2), Tile(64, 32, 128, 4, 2))
 
@@ -307,8 +316,9 @@ def compare_fp8_dgrad(
         matrix = int8_squares_turned(part(w, slice(expert * n, (expert + 1) * n)))
         matrix = QTensor(matrix.codes.contiguous(), matrix.scales, matrix.block)
         want[own] = matmul(part(rows, own), matrix)
-    tiles = (None, *grouped_fp8.TILES["small"])
-    made = {tile: grouped_fp8.fp8_grouped_dgrad(rows, w, groups, tile) for tile in tiles}
+    matrices, tiles = grouped_fp8.turned_matrices(w, experts), grouped_fp8.TILES["small"]
+    made = {tile: grouped_fp8.product(rows, matrices, groups, False, tile) for tile in tiles}
+    made[None] = grouped_fp8.fp8_grouped_dgrad(rows, w, groups)
     return {f"dgrad, {tile}": different(each, want) for tile, each in made.items()}
 
 

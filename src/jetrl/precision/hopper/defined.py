@@ -6,4 +6,5 @@ from __future__ import annotations
 
 from jetrl.precision.triton.defined import *  # isort: skip
 
+from jetrl.precision.hopper.grouped import int8_grouped_matmul
 from jetrl.precision.hopper.int8_rows import int8_matmul

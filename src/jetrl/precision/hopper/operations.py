@@ -13,6 +13,11 @@ from jetrl.precision.hopper.adapter_linear import (
     quantized_adapted_matmul,
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper as fp8_matmul
+from jetrl.precision.hopper.grouped import (
+    fp8_grouped_dgrad,
+    fp8_grouped_matmul,
+    int8_grouped_matmul,
+)
 from jetrl.precision.hopper.int8_rows import int8_matmul
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper as nvfp4_dgrad
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper as nvfp4_matmul

@@ -2,6 +2,7 @@
 
 barrier       synchronizes the warps of a program
 tma_load      starts a TMA copy of a tile to shared memory
+tma_store     starts a TMA copy of a tile from shared memory
 async_load    starts a copy of elements to shared memory by the threads (cp.async)
 reinterpret   views shared memory as another type and layout
 """
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -292,6 +292,40 @@ def _wgrad_kernel(
         add_product(total_ptr, strips[strip], lines, columns, mask, K, ADD)
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices of experts [N, K] in one FP8 weight, each some rows or columns after the one before.
+
+    Attributes:
+        weight: E4M3 in groups of 128 x 128, in whole groups.
+        rows: N, output features of an expert.
+        row_step, column_step: From one matrix to the next, multiples of 128.
+    """
+
+    weight: QTensor
+    rows: int
+    row_step: int = 0
+    column_step: int = 0
+
+
+def stacked_matrices(w: QTensor, experts: int) -> Matrices:
+    """Return the matrices of an FP8 weight [E * N, K], N a multiple of 128."""
+    rows = w.shape[0] // experts
+    assert rows % FP8_BLOCK == 0, f"{rows} rows of an expert cross groups of {FP8_BLOCK}"
+    codes = whole_groups(w.codes, w.shape[0])
+    return Matrices(QTensor(codes, w.scales, w.block), rows, row_step=rows)
+
+
+def turned_matrices(w: QTensor, experts: int) -> Matrices:
+    """Return the transposed matrices of a weight [E * N, K] of INT8 rows, or E4M3 as above."""
+    if w.codes.dtype == torch.int8:
+        turned = int8_squares_turned(w, experts)
+    else:
+        assert w.shape[0] // experts % FP8_BLOCK == 0, f"{w.shape}: experts cross groups"
+        turned = turned_weight(w)
+    return Matrices(turned, turned.shape[0], column_step=turned.shape[1] // experts)
+
+
 def fp8_grouped_matmul(x: QTensor, w: QTensor, groups: Groups, by_token: bool) -> Tensor:
     """Return Y, bfloat16 [R, N]: row r is X's row times the matrix of its expert.
 
@@ -299,83 +333,67 @@ def fp8_grouped_matmul(x: QTensor, w: QTensor, groups: Groups, by_token: bool) -
         x: E4M3 in groups of 1 x 128, [T, K] if `by_token`, else [R, K].
         w: E4M3 in groups of 128 x 128, [E * N, K], N a multiple of 128.
     """
-    columns = w.shape[0] // groups.num_experts
-    assert columns % FP8_BLOCK == 0, f"{columns} rows of an expert cross groups of {FP8_BLOCK}"
-    codes = whole_groups(w.codes, w.shape[0])
-    matrices = _Matrices(
-        rows=columns,
-        codes=columns * codes.stride(0),
-        scales=columns // FP8_BLOCK * w.scales.stride(0),
-    )
-    return _product(x, QTensor(codes, w.scales, w.block), groups, by_token, matrices)
+    return product(x, stacked_matrices(w, groups.num_experts), groups, by_token)
 
 
-def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups, tile: Tile | None = None) -> Tensor:
+def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups) -> Tensor:
     """Return dX, bfloat16 [R, K], of dY [R, N] in groups of 1 x 128 and the weight [E * N, K].
 
-    The weight is INT8 rows, or E4M3 in groups of 128 x 128. `tile` changes no bits.
+    The weight is INT8 rows, or E4M3 in groups of 128 x 128.
     """
-    experts = groups.num_experts
-    if w.codes.dtype == torch.int8:
-        turned = int8_squares_turned(w, experts)
-    else:
-        assert w.shape[0] // experts % FP8_BLOCK == 0, f"{w.shape}: experts cross groups"
-        turned = turned_weight(w)
-    columns, width = turned.shape
-    matrices = _Matrices(
-        rows=columns,
-        codes=width // experts,
-        scales=width // experts // FP8_BLOCK * turned.scales.stride(1),
-    )
-    return _product(dy, turned, groups, False, matrices, tile)
+    return product(dy, turned_matrices(w, groups.num_experts), groups, by_token=False)
 
 
 @dataclass(frozen=True)
-class _Matrices:
-    """The N rows of an expert's matrix, and how many codes and scales after the last it begins."""
+class Rows:
+    """E4M3 codes of X [M, K'], in whole groups of 1 x 128, and scales [M, K'/128], rows first."""
 
-    rows: int
-    codes: int
-    scales: int
+    codes: Tensor
+    scales: Tensor
 
 
-def _product(
-    x: QTensor,
-    w: QTensor,
-    groups: Groups,
-    by_token: bool,
-    matrices: _Matrices,
-    tile: Tile | None = None,
+def rows_of(x: QTensor, groups: Groups, by_token: bool) -> Rows:
+    """Return X, [T, K] if `by_token`, else [R, K], as products read it."""
+    assert x.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
+    assert x.block == (1, FP8_BLOCK), f"{x.block}"
+    assert x.codes.stride(1) == 1, "K must be contiguous"
+    rows = len(groups.places) if by_token else len(groups.tokens)
+    assert x.shape[0] == rows, f"{x.shape[0]} rows of X"
+    scales = x.scales if x.scales.stride(0) == 1 else x.scales.mT.contiguous().mT
+    return Rows(whole_groups(x.codes, x.shape[0]), scales)
+
+
+def product(
+    x: QTensor, matrices: Matrices, groups: Groups, by_token: bool, tile: Tile | None = None
 ) -> Tensor:
-    """Return rows of x times the matrices of their experts, bfloat16 [R, N]."""
+    """Return rows of x times the matrices of their experts, bfloat16 [R, N].
+
+    `tile` changes no bits.
+    """
     rows, experts, columns = len(groups.tokens), groups.num_experts, matrices.rows
-    assert x.codes.dtype == w.codes.dtype == torch.float8_e4m3fn, "codes must be E4M3"
-    assert (x.block, w.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{x.block} {w.block}"
-    assert x.codes.stride(1) == w.codes.stride(1) == 1, "K must be contiguous"
-    assert x.shape[0] == (len(groups.places) if by_token else rows), f"{x.shape[0]} rows of X"
+    a, w = rows_of(x, groups, by_token), matrices.weight
+    assert (w.codes.dtype, w.codes.stride(1)) == (a.codes.dtype, 1), "codes must be E4M3 along K"
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if not rows:
         return out
     tile = tile or TILES[memory_class(x.codes.device)][has_few_rows(rows, experts)]
-    a_codes = whole_groups(x.codes, x.shape[0])
-    a_scales = x.scales if x.scales.stride(0) == 1 else x.scales.mT.contiguous().mT
     _product_kernel[(most_tiles(rows, experts, tile.rows) * cdiv(columns, tile.columns),)](
-        a_codes,
+        a.codes,
         w.codes,
-        a_scales,
+        a.scales,
         w.scales,
         groups.tokens,
         groups.ends,
         out,
         columns,
         x.shape[1],
-        a_codes.stride(0),
+        a.codes.stride(0),
         w.codes.stride(0),
-        matrices.codes,
-        a_scales.stride(1),
+        matrices.row_step * w.codes.stride(0) + matrices.column_step,
+        a.scales.stride(1),
         w.scales.stride(0),
         w.scales.stride(1),
-        matrices.scales,
+        scale_step(matrices),
         experts,
         triton.next_power_of_2(experts),
         by_token,
@@ -385,6 +403,12 @@ def _product(
         **tile.options,
     )
     return out
+
+
+def scale_step(matrices: Matrices) -> int:
+    """Return how many scales after those of the matrix before the scales of a matrix begin."""
+    down, along = matrices.weight.scales.stride()
+    return (matrices.row_step * down + matrices.column_step * along) // FP8_BLOCK
 
 
 def fp8_grouped_gradient(dy: Tensor, groups: Groups, scales: str) -> tuple[QTensor, TokenGroups]:
