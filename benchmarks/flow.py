@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from benchmarks.harness import RolloutLines, Row, begins
 from benchmarks.loads import Load, make_samples, random_rewards, with_images
-from benchmarks.policies import make_policy, options_of
+from benchmarks.policies import TARGETS, make_policy, options_of
 from benchmarks.rollout import capture_graphs, capture_largest
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
@@ -391,6 +391,7 @@ class Flow:
             ]
         if for_plan and choices.adapter_rank:
             words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
+            words += [f'adapter.targets="{TARGETS}"']
         return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
 
     # Measuring

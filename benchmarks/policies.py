@@ -28,7 +28,7 @@ from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.settings.sections import RolloutSettings
 
 ALPHA = 32.0  # of adapters
-_ALL = ".*"  # target layers: all linear layers, also those of experts
+TARGETS = ".*"  # of adapters: all linear layers, also those of experts
 _BACKEND = "backend="
 
 
@@ -148,7 +148,7 @@ def make_policy(
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = plan_of(plan)
     select_backend(backend_of(plan), defined=chosen.defined)
-    lora = LoRA(adapter_rank, ALPHA, targets=_ALL)
+    lora = LoRA(adapter_rank, ALPHA, targets=TARGETS)
     adapter = Adapter.new(ModelConfig.from_hf(config), lora, seed=0) if adapter_rank else None
     source = random_source(config, device, adapter)
     rollout = RolloutSettings(speculation=speculation)

@@ -12,6 +12,7 @@ from benchmarks.loads import Load, flops
 from benchmarks.rollout import check
 from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
+from benchmarks.step_parts import warmed
 from tests.distributed.ranks import run_ranks
 
 from benchmarks import train
@@ -67,6 +68,15 @@ def test_training_adapters_needs_no_gradients_of_the_base() -> None:
     row = train.measure(policy, LOAD, choices, limit=1.0, profiled=False)
     needed = flops(policy.config, LOAD, frozen=True)["update"]
     assert row["mfu"] * row["training_s"] == pytest.approx(needed, rel=0.1)
+
+
+def test_the_plan_has_the_adapters_of_the_policy() -> None:
+    choices = replace(CHOICES, shape="tiny-experts", adapter_rank=2)
+    policy = policy_of("int8", choices)
+    flow = warmed(policy, LOAD, choices)[0]
+    planned = {row.what: row.bytes for row in flow.planned().rows}
+    trained = sum(weight.numel() for weight in policy.master_weights().values())
+    assert planned["master weights of the adapter, FP32"]["rollout"] == 4 * trained
 
 
 def test_a_step_of_both_plans() -> None:
