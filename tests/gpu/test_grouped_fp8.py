@@ -79,8 +79,9 @@ def test_weights_in_squares_are_those_of_each_expert(sizes: tuple[int, int, int]
     assert compare_squares(*sizes, CUDA) == 0
 
 
-def test_a_graph_captures_a_layer_with_other_groups() -> None:
-    experts, tokens, slots, width = 32, 100, 4, 256
+@pytest.mark.parametrize("tokens", [100, 1500])  # few rows per expert, and many
+def test_a_graph_captures_a_layer_with_other_groups(tokens: int) -> None:
+    experts, slots, width = 32, 4, 256
     with selected_backend("reference"):
         w = int8_rows(random(experts * width, width, device=CUDA, seed=1))
         x = int8_rows(random(tokens, width, device=CUDA).bfloat16())
@@ -90,11 +91,11 @@ def test_a_graph_captures_a_layer_with_other_groups() -> None:
 
     def layer() -> tuple[Tensor, ...]:
         groups = expert_rows.group_rows(chosen, experts)
-        y = grouped_int8.int8_grouped_matmul(x, w, groups, by_token=True)
+        y = grouped.int8_grouped_matmul(x, w, groups, by_token=True)
         dw, dw_fp8 = (torch.ones(w.shape, device=CUDA) for _ in range(2))
         grouped_int8.add_int8_grouped_wgrad(dw, True, y, values, groups, by_token=True)
         rows, along = grouped_fp8.fp8_grouped_gradient(y, groups, "fp32")
-        dx = grouped_fp8.fp8_grouped_dgrad(rows, w, groups)
+        dx = grouped.fp8_grouped_dgrad(rows, w, groups)
         grouped_fp8.add_fp8_grouped_wgrad(dw_fp8, True, along, values, groups, True, "fp32")
         return expert_rows.combine(y, weights, groups), dw, dx, dw_fp8
 

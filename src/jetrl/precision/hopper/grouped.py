@@ -112,7 +112,7 @@ def _copy(
                 at = [expert * w_expert_row + n, expert * w_expert_column + k]
                 if BY_TOKEN:
                     mbarrier.expect(bar, w_desc.block_type.nbytes)
-                    mask = (rows >= 0)[:, None] & (columns < width - k)[None, :]
+                    mask = (rows >= first)[:, None] & (columns < width - k)[None, :]  # all rows
                     gluon_names.async_load(ring.x.index(stage), places + k, mask=mask)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
                 else:
@@ -409,7 +409,7 @@ def int8_grouped_matmul(
 ) -> Tensor:
     """`triton.grouped_int8.int8_grouped_matmul`."""
     columns = w.shape[0] // groups.num_experts
-    if out_dtype == torch.bfloat16 and takes(groups, columns):
+    if out_dtype == torch.bfloat16 and _takes(groups, columns):
         return int8_product(x, w, groups, by_token)
     return grouped_int8.int8_grouped_matmul(x, w, groups, by_token, out_dtype)
 
@@ -417,18 +417,18 @@ def int8_grouped_matmul(
 def fp8_grouped_matmul(x: QTensor, w: QTensor, groups: Groups, by_token: bool) -> Tensor:
     """`triton.grouped_fp8.fp8_grouped_matmul`."""
     matrices = grouped_fp8.stacked_matrices(w, groups.num_experts)
-    matmul = fp8_product if takes(groups, matrices.rows) else grouped_fp8.product
+    matmul = fp8_product if _takes(groups, matrices.rows) else grouped_fp8.product
     return matmul(x, matrices, groups, by_token)
 
 
 def fp8_grouped_dgrad(dy: QTensor, w: QTensor, groups: Groups) -> Tensor:
     """`triton.grouped_fp8.fp8_grouped_dgrad`."""
     matrices = grouped_fp8.turned_matrices(w, groups.num_experts)
-    matmul = fp8_product if takes(groups, matrices.rows) else grouped_fp8.product
+    matmul = fp8_product if _takes(groups, matrices.rows) else grouped_fp8.product
     return matmul(dy, matrices, groups, False)
 
 
-def takes(groups: Groups, columns: int) -> bool:
+def _takes(groups: Groups, columns: int) -> bool:
     """Return whether products with this number of columns are for the kernel of this module."""
     rows = len(groups.tokens)
     # TMA writes rows of a multiple of 16 bytes.
