@@ -506,6 +506,20 @@ def test_space_that_a_special_token_takes_is_left_out(normalizer, strips, conten
     assert hidden == expected
 
 
+@pytest.mark.parametrize("text", ["so it is", " so it is", "\nso", "tso"])
+def test_no_part_of_a_text_is_lost_to_a_token_that_joins_lines_or_words(text: str) -> None:
+    """A vocabulary that was not trained on words alone has tokens of a line end and a letter."""
+    tokenizer = character_tokenizer(PRINTABLE + "▁")
+    backend, tokens = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids
+    joined = [("\n", "s"), ("a", "▁"), ("a", "\n"), ("\n", "t")]
+    more = {"".join(pair): len(tokenizer) + number for number, pair in enumerate(joined)}
+    backend.model = BPE({**tokenizer.get_vocab(), **more}, joined)
+    backend.pre_tokenizer = None
+    backend.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+    token_ids = encode_text(tokenizer, text, begin=False, before=tokens(["▁", "4"]))
+    assert "".join(tokenizer.convert_ids_to_tokens(token_ids)) == text.replace(" ", "▁")
+
+
 def test_hidden_names_and_parts_of_words_get_no_space_of_sentencepiece() -> None:
     """The tokenizer of Mistral 7B v0.3 puts a space before the first text only."""
     tokenizer = character_tokenizer(PRINTABLE + "▁")

@@ -41,6 +41,7 @@ _MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33
 _REPLACEMENT = "\ufffd"  # of bytes that are not a whole character
 _MOST_TOKEN = 2**14  # characters of one token
 _MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
+_ANCHORS = "\na0|~#%"
 _SMALL = (
     *("added_tokens.json", "chat_template.json", "config.json", "generation_config.json"),
     *("special_tokens_map.json", "tokenizer_config.json"),
@@ -180,9 +181,12 @@ def encode_after(
     special = tokenizer.added_tokens_decoder.get(before[-1])
     if special and encode(tokenizer, f"{special}{text[0]}")[1:] == encode(tokenizer, text[0]):
         return token_ids
-    anchor = "a" if text[0].isspace() else "\n"  # which makes no token together with the text
-    whole = encode(tokenizer, anchor + text, as_text=as_text)
-    return whole[len(encode(tokenizer, anchor)) :]
+    # An anchor that makes no token together with the text: its own tokens begin those of both.
+    for anchor in ("a" if text[0].isspace() else "\n", *_ANCHORS):
+        begun, whole = encode(tokenizer, anchor), encode(tokenizer, anchor + text, as_text=as_text)
+        if whole[: len(begun)] == begun:
+            return whole[len(begun) :]
+    return token_ids
 
 
 def text_before(tokenizer: PreTrainedTokenizerBase, text: str, token_id: int | None) -> str:
