@@ -520,6 +520,20 @@ def test_no_part_of_a_text_is_lost_to_a_token_that_joins_lines_or_words(text: st
     assert "".join(tokenizer.convert_ids_to_tokens(token_ids)) == text.replace(" ", "▁")
 
 
+@pytest.mark.parametrize("content", ["\x1f4.\x1c", " \x1d4. \x1e ", "\u30004.\x85\xa0"])
+def test_only_space_of_unicode_is_left_out(content: str) -> None:
+    """Python's `strip` takes the separators 0x1C to 0x1F too, and tokenizers do not."""
+    tokenizer = character_tokenizer(PRINTABLE + "\x1c\x1d\x1e\x1f\x85\xa0\u3000")
+    end = AddedToken("<|end|>", special=True, lstrip=True, rstrip=True)
+    tokenizer.add_special_tokens({"eos_token": end})
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
+    prompt = says(("user", "2+2?"))
+    example = encode_turns(tokenizer, encode_prompt(tokenizer, prompt), [Turn(content)], "x")
+    whole = [*prompt.messages, {"role": "assistant", "content": content}]
+    expected = tokenizer.apply_chat_template(whole, return_dict=False)
+    assert [*example.prompt, *example.completion] == expected
+
+
 def test_hidden_names_and_parts_of_words_get_no_space_of_sentencepiece() -> None:
     """The tokenizer of Mistral 7B v0.3 puts a space before the first text only."""
     tokenizer = character_tokenizer(PRINTABLE + "▁")

@@ -41,7 +41,9 @@ _MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33
 _REPLACEMENT = "\ufffd"  # of bytes that are not a whole character
 _MOST_TOKEN = 2**14  # characters of one token
 _MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
-_ANCHORS = "\na0|~#%"
+_ANCHORS = "\na0|~#%"  # to be put before a text, with which most of them make no token
+# The library's space, which is Unicode's; Python's has the separators \x1c to \x1f too.
+_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")
 _SMALL = (
     *("added_tokens.json", "chat_template.json", "config.json", "generation_config.json"),
     *("special_tokens_map.json", "tokenizer_config.json"),
@@ -172,7 +174,7 @@ def encode_after(
     that the token before takes with it is left out, as by the tokenizers of Phi-3 and Phi-4.
     """
     if before and text[:1].isspace() and _takes_space(tokenizer, before[-1], "rstrip"):
-        text = text.lstrip()
+        text = text.lstrip(_SPACE)
     token_ids = encode(tokenizer, text, as_text=as_text)
     if not before or not token_ids:
         return token_ids
@@ -193,7 +195,7 @@ def text_before(tokenizer: PreTrainedTokenizerBase, text: str, token_id: int | N
     """Return a text without space at its end that the token after it, if any, takes with it."""
     if token_id is None or not text[-1:].isspace():
         return text
-    return text.rstrip() if _takes_space(tokenizer, token_id, "lstrip") else text
+    return text.rstrip(_SPACE) if _takes_space(tokenizer, token_id, "lstrip") else text
 
 
 def _takes_space(tokenizer: PreTrainedTokenizerBase, token_id: int, side: str) -> bool:
