@@ -51,6 +51,11 @@ def test_a_run_of_bytes_is_held_back_until_it_ends() -> None:
 
     assert pieces("aéb".encode()) == ["a", "", "", "éb", ""]
     assert pieces("aé".encode() + b"\xe2") == ["a", "", "", "", "\ufffd" * 3]
+    special = TextStream(
+        lambda tokens: decode_fallback(bytes(t for t in tokens if t)), is_byte=lambda t: t >= 0x80
+    )
+    told = [special.add([token]) for token in (*"aé".encode(), 0, 0xE2)]
+    assert [*told, special.finish("a" + "\ufffd" * 3)] == ["a", "", "", "", "", "\ufffd" * 3]
     long = "漢" * 100  # more bytes than are held back
     assert "".join(pieces(long.encode())) == long
 

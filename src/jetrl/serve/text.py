@@ -45,7 +45,7 @@ class TextStream:
         most_held = 0
         if window.endswith(UNFINISHED_CHARACTER):
             most_held = MAX_WINDOW
-        elif self._tokens and self._is_byte(self._tokens[-1]):
+        elif self._ends_in_byte():
             most_held = MAX_WINDOW // 2  # a run may be long: the other half is to end a character
         if len(self._tokens) - self._read < most_held:
             self._pending = window[len(context) :]
@@ -60,6 +60,11 @@ class TextStream:
         if self._until and self._until in self._text[max(0, self._sent - len(self._until)) :]:
             return self._send(self._text.index(self._until))
         return self._send(len(self._text) - self._begun())
+
+    def _ends_in_byte(self) -> bool:
+        """Return whether the last token that has a text is a byte: special tokens end no run."""
+        new = reversed(self._tokens[self._read :])
+        return next((known for t in new if (known := self._is_byte(t)) or self._decode([t])), False)
 
     def place(self, token_id: int) -> int:
         """Add a token; return where its character begins, counted in characters of the text."""
