@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from jetrl.distributed import meeting
 from jetrl.distributed.meeting import Meeting
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RankLost, Terminated, UserError
+from jetrl.models.tiny import make_tiny
 from jetrl.session import ranks
 
 
@@ -120,6 +122,24 @@ def test_commands_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2"):
         meeting.meet()
+
+
+def test_an_evaluation_is_divided_and_printed_once(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "tiny", hidden_size=64, num_heads=1, num_kv_heads=1)
+    (tmp_path / "by_rank.py").write_text(
+        "import os\n"
+        "from jetrl.tasks import Task\n"
+        "from jetrl.types import Prompt\n"
+        "class ByRank(Task):\n"
+        "    def prompts(self, split): return [Prompt(id=i, text=i, answer=i) for i in '12345']\n"
+        "    def score(self, prompt, completion): return float(os.environ['RANK'])\n"
+    )
+    words = "eval tiny --task by_rank.py:ByRank --max-tokens 4 --workers 1 --json --device cpu"
+    ends = run_commands([words.split()] * 2, tmp_path)
+    assert [(end.code, end.err) for end in ends] == [(0, "")] * 2
+    samples = json.loads(ends[0].out)["samples"]
+    assert [sample["reward"] for sample in samples] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert ends[1].out == ""
 
 
 def test_a_run_without_torchrun_has_no_process_group(

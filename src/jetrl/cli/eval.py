@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jetrl.cli import arguments
+from jetrl.distributed.world import started_by_torchrun
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
 from jetrl.untrusted import files_named, trust_only
@@ -70,6 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        if started_by_torchrun():
+            from jetrl.session.ranks import joined_on
+
+            stack.enter_context(joined_on(args.device))
+        return _evaluated(args)
+
+
+def _evaluated(args: argparse.Namespace) -> int:
+    """Evaluate on each set of prompts, with other ranks if there are any, and print the results."""
     sets = [_one_set(args, name) for name in _task_names(args)]
     for own in sets[1:]:  # report problems of every set before evaluating the first
         _build_scored(args, own)[1].close()
