@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from jetrl.models import chat
 from jetrl.models.policy import Policy
 from jetrl.models.tokenizer import token_bytes
+from jetrl.serve.replies import _event
 from jetrl.serve.source import Piece, Request
 from jetrl.serve.text import TextStream, tool_calls
 from jetrl.types import Prompt, PromptInputs
@@ -189,3 +190,10 @@ def test_an_agent_answers_with_a_tools_result(server: Server) -> None:
     ]
     body = {"messages": messages, "tools": TOOLS, "max_tokens": 2}
     assert server.json("/v1/chat/completions", body)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("text", ["\u2028", "\x85", "\x0b\x1c"])
+def test_an_event_is_one_line_however_a_client_divides_lines(text: str) -> None:
+    data, *rest = _event({"text": text}).splitlines()
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
+    assert rest == [""]

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluated(args: argparse.Namespace) -> int:
-    """Evaluate on each set of prompts, with other ranks if there are any, and print the results."""
+    """Evaluate on each set of prompts, and print the results."""
     sets = [_one_set(args, name) for name in _task_names(args)]
     for own in sets[1:]:  # report problems of every set before evaluating the first
         _build_scored(args, own)[1].close()

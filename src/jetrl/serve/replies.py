@@ -241,4 +241,5 @@ def _reason(end: Piece) -> str | None:
 
 
 def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    # In ASCII: the iter_lines of httpx divides text at U+2028 and U+0085, too.
+    return f"data: {json.dumps(body)}\n\n"
