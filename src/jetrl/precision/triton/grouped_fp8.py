@@ -307,6 +307,11 @@ class Matrices:
     row_step: int = 0
     column_step: int = 0
 
+    def __post_init__(self) -> None:
+        w = self.weight
+        assert (w.codes.dtype, w.codes.stride(1)) == (torch.float8_e4m3fn, 1), "E4M3 along K"
+        assert w.block == (FP8_BLOCK, FP8_BLOCK), f"{w.block}"
+
 
 def stacked_matrices(w: QTensor, experts: int) -> Matrices:
     """Return the matrices of an FP8 weight [E * N, K], N a multiple of 128."""
@@ -372,7 +377,6 @@ def product(
     """
     rows, experts, columns = len(groups.tokens), groups.num_experts, matrices.rows
     a, w = rows_of(x, groups, by_token), matrices.weight
-    assert (w.codes.dtype, w.codes.stride(1)) == (a.codes.dtype, 1), "codes must be E4M3 along K"
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if not rows:
         return out
