@@ -63,8 +63,11 @@ class TextStream:
 
     def _ends_in_byte(self) -> bool:
         """Return whether the last token that has a text is a byte: special tokens end no run."""
-        new = reversed(self._tokens[self._read :])
-        return next((known for t in new if (known := self._is_byte(t)) or self._decode([t])), False)
+        new = self._tokens[self._read :]
+        if not any(map(self._is_byte, new)):
+            return False
+        with_text = (t for t in reversed(new) if self._is_byte(t) or self._decode([t]))
+        return self._is_byte(next(with_text))
 
     def place(self, token_id: int) -> int:
         """Add a token; return where its character begins, counted in characters of the text."""
