@@ -68,10 +68,10 @@ def test_hoppers_kernel_changes_no_bit(name: str) -> None:
     matrices = quantize(random(case.experts * 256, case.k, device=CUDA, seed=2), (128, 128))
     stacked = grouped_fp8.stacked_matrices(matrices, case.experts)
     x = quantize(random(case.tokens, case.k, device=CUDA, seed=3).bfloat16(), (1, 128))
-    for operands in ((dy, turned, groups, False), (x, stacked, groups, True)):
-        want = grouped_fp8.product(*operands)
+    for rows, weight, by_token in ((dy, turned, False), (x, stacked, True)):
+        want = grouped_fp8.product(rows, weight, groups, by_token)
         for _ in range(3):  # a race would not show every time
-            assert different(grouped.fp8_product(*operands), want) == 0
+            assert different(grouped.fp8_product(rows, weight, groups, by_token), want) == 0
 
 
 @pytest.mark.parametrize("sizes", SQUARES)

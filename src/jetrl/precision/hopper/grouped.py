@@ -68,7 +68,7 @@ class _Work(NamedTuple):
 
 @gluon.jit
 def _tile_of(work, item):
-    """Return expert, first row, end of its group and column of a tile; past the last, no rows."""
+    """Return the expert, first row, end of rows and first column of a tile; 0 after the last."""
     inside = item < work.down * work.across
     block, n = _place(gl.where(inside, item, 0), work.down, work.across, _SIDE)
     expert = gl.load(work.table + block, mask=inside, other=0)
